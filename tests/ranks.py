@@ -1,0 +1,133 @@
+"""Turns a test body into one that runs on several real ranks.
+
+Example: ::
+
+    @ranks(2)
+    def test_everybody_is_here():
+        assert collectives.all_gather(collectives.rank(), 'ranks') == [0, 1]
+
+The ranks are forked from a server that has imported torch already (a launch takes a tenth of a
+second), meet in a store that the test process holds on a free loopback port, and are ended at the
+deadline, whatever they do. Fixtures are passed on to every rank, so they must be plain values.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+
+from torchbearer_ddp import process_group
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torchbearer", "torchbearer_ddp", "tests.ranks"])
+_GRACE_SECONDS = 5.0
+
+
+def ranks(
+    world_size: int, *, timeout: float = 60.0, group_timeout: float = 30.0
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs the decorated test on every one of ``world_size`` ranks.
+
+    Args:
+        world_size: The number of ranks.
+        timeout: Seconds until the test has failed.
+        group_timeout: The timeout of the group that the ranks join.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            run_ranks(body, world_size, args, kwargs, timeout=timeout, group_timeout=group_timeout)
+
+        return test
+
+    return decorate
+
+
+def run_ranks(
+    body: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    timeout: float = 60.0,
+    group_timeout: float = 30.0,
+    seed: int | None = 0,
+) -> list[Any]:
+    """Runs a function on every rank and returns what they returned, by rank."""
+    store = process_group.serve_store("127.0.0.1", 0, group_timeout)
+    payload = cloudpickle.dumps((body, args, kwargs or {}))
+    processes, pipes = [], []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        member = process_group.Member(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            timeout=group_timeout,
+            seed=seed,
+        )
+        process = _context.Process(
+            target=_rank_main, args=(payload, member, store.port, sender), name=f"rank {rank}"
+        )
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    try:
+        return _collect(pipes, time.monotonic() + timeout, timeout)
+    finally:
+        for process in processes:
+            process.join(0 if sys.exc_info()[0] else _GRACE_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    while len(results) + len(errors) < len(pipes):
+        open_pipes = {p: r for r, p in enumerate(pipes) if r not in results and r not in errors}
+        ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            silent = sorted(open_pipes.values())
+            text = "\n".join(f"rank {r}:\n{e}" for r, e in errors.items())
+            raise AssertionError(f"ranks {silent} did not end within {timeout:g} s\n{text}")
+        for pipe in ready:
+            rank = open_pipes[pipe]
+            try:
+                succeeded, value = pipe.recv()
+            except EOFError:
+                succeeded, value = False, "the process ended without a word"
+            (results if succeeded else errors)[rank] = value
+        if errors:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if errors:
+        raise AssertionError("\n".join(f"rank {r} failed:\n{e}" for r, e in errors.items()))
+    return [cloudpickle.loads(results[rank]) for rank in range(len(pipes))]
+
+
+def _rank_main(
+    payload: bytes, member: process_group.Member, port: int, pipe: Connection
+) -> None:
+    try:
+        process_group.join(member, "127.0.0.1", port)
+        body, args, kwargs = cloudpickle.loads(payload)
+        result = cloudpickle.dumps(body(*args, **kwargs))
+        process_group.leave()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        pipe.close()
+        os._exit(1)

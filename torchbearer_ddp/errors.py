@@ -1,0 +1,56 @@
+"""What can go wrong: every message says what was found, what was expected, and what to do."""
+
+from __future__ import annotations
+
+
+class DistributedError(RuntimeError):
+    """The base of every error of this package.
+
+    Attributes:
+        secondary: True where this error only follows from another rank's failure. The launcher
+            shows a failure that is not secondary first.
+    """
+
+    secondary = False
+
+
+class LaunchError(DistributedError):
+    """The ranks could not be started, or did not find each other."""
+
+
+class DesyncError(DistributedError):
+    """The ranks disagree: on the plan, on the parameters, or on what comes next."""
+
+
+class CheckpointError(DistributedError):
+    """A checkpoint could not be written, read, or does not belong to this run."""
+
+
+class WorkerError(DistributedError):
+    """A rank failed; the message carries that rank's own traceback.
+
+    Args:
+        message: What the user reads first.
+        rank: The rank that failed first, if it is known.
+        host: The host that rank ran on, if it is known.
+        exitcode: Its exit code (negative: the signal that ended it), if it is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        exitcode: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.exitcode = exitcode
+
+
+class PeerLost(WorkerError):
+    """Another rank failed, died or did not answer while this one waited for it."""
+
+    secondary = True

@@ -1,0 +1,211 @@
+"""Waiting for other ranks: bounded, and able to say who is missing and why.
+
+Every exchange between ranks has a number, the same on every rank as long as they are in step. A
+rank that waits longer than a second posts its number and what it waits for on a board in the
+store. If another rank has the same number but waits for something else, the ranks have parted
+ways: whoever sees it first writes the verdict, and every rank raises that same error. At the
+timeout, the ranks that have not posted are the ones that did not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import socket
+import time
+import traceback
+from typing import Any
+
+from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
+from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
+
+#: How long a wait goes on before it looks around; short against any timeout, long against a step.
+POLL_SECONDS = 1.0
+#: How long the cause of a broken connection may take to appear in the store.
+_CAUSE_SECONDS = 1.5
+
+#: What this rank last waited for, for :func:`where`.
+_activity = "nothing yet"
+
+
+def where() -> str:
+    """What this rank is waiting for, or waited for last."""
+    return _activity
+
+
+class Wait:
+    """One wait for the other ranks.
+
+    Args:
+        group: The group whose ranks are waited for.
+        activity: What is exchanged, in words: the same on every rank that is in step.
+    """
+
+    def __init__(self, group: Group, activity: str) -> None:
+        global _activity
+        group.sequence += 1
+        _activity = activity
+        self._group = group
+        self._sequence = group.sequence
+        self._activity = activity
+        self._started = time.monotonic()
+
+    def poll(self) -> None:
+        """Looks around; to be called about every :data:`POLL_SECONDS` of waiting.
+
+        Raises:
+            PeerLost: If another rank has failed, or did not answer within the timeout.
+            DesyncError: If another rank waits for something else.
+        """
+        try:
+            self._post()
+            self._raise_verdict()
+            posts = self._posts()
+            if any(self._parted(post) for post in posts.values()):
+                self._judge(DesyncError, self._parted_message(posts))
+            if time.monotonic() - self._started > self.timeout:
+                self._judge(PeerLost, self._silent_message(posts))
+        except (RuntimeError, OSError) as error:
+            self._group.broken = True
+            if isinstance(error, DistributedError):
+                raise
+            raise PeerLost(
+                f"{self._me()} lost the store while waiting for {self._activity}: the process that "
+                "holds it (the launcher, or rank 0) has ended. Look at its output for the cause."
+            ) from error
+
+    @property
+    def timeout(self) -> float:
+        """Seconds this wait may take."""
+        return self._group.member.timeout * (1 if self._group.warm else FIRST_STEP_TIMEOUTS)
+
+    def broken(self, error: Exception) -> DistributedError:
+        """The error to raise when the transport fails: the other rank's own cause, if it left one.
+
+        Args:
+            error: What the transport said.
+        """
+        self._group.broken = True
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        silent: list[int] = []
+        try:
+            self._post()
+            while time.monotonic() < deadline:
+                self._raise_verdict()
+                posts = self._posts()
+                silent = [r for r in range(self._group.member.world_size) if r not in posts]
+                time.sleep(0.05)
+        except DistributedError as known:
+            return known
+        except (RuntimeError, OSError):
+            silent = []
+        suspects = (
+            f" No word from rank {self._names(silent)}." if silent else ""
+        )
+        return PeerLost(
+            f"{self._me()} lost contact with another rank during {self._activity}.{suspects} It was "
+            "killed, its host is down, or the network is cut; look at that rank's output. "
+            f"(The transport said: {str(error).splitlines()[0][:200]})",
+            rank=silent[0] if silent else None,
+            host=self._group.hosts[silent[0]] if silent else None,
+        )
+
+    # The board.
+
+    def _post(self) -> None:
+        entry = {"sequence": self._sequence, "activity": self._activity}
+        self._group.store.set(f"board/{self._group.member.rank}", json.dumps(entry))
+
+    def _posts(self) -> dict[int, dict[str, Any]]:
+        store, posts = self._group.store, {}
+        for rank in range(self._group.member.world_size):
+            if store.check([f"board/{rank}"]):
+                entry = json.loads(store.get(f"board/{rank}"))
+                if entry["sequence"] >= self._sequence:
+                    posts[rank] = entry
+        return posts
+
+    def _parted(self, post: dict[str, Any]) -> bool:
+        return bool(
+            post["sequence"] == self._sequence and post["activity"] != self._activity
+        )
+
+    def _parted_message(self, posts: dict[int, dict[str, Any]]) -> str:
+        waits = "; ".join(f"rank {r}: {post['activity']}" for r, post in sorted(posts.items()))
+        return (
+            f"The ranks have parted ways, each waits for something else: {waits}. Every rank must "
+            "take the same steps: look for a loop, a stop or a callback that only some ranks have."
+        )
+
+    def _silent_message(self, posts: dict[int, dict[str, Any]]) -> str:
+        silent = [r for r in range(self._group.member.world_size) if r not in posts]
+        return (
+            f"Rank {self._names(silent)} did not answer within {self.timeout:g} s while the others "
+            f"waited for {self._activity}. It is frozen, overloaded or stuck: look at its output, "
+            "or give more time with --timeout."
+        )
+
+    # The verdict: the first one written is the one that every rank raises.
+
+    def _judge(self, kind: type[DistributedError], message: str) -> None:
+        verdict = json.dumps({"kind": kind.__name__, "message": message})
+        self._group.store.compare_set("verdict", "", verdict)
+        self._raise_verdict()
+
+    def _raise_verdict(self) -> None:
+        store = self._group.store
+        if store.check(["failure"]):
+            failure = json.loads(store.get("failure"))
+            raise PeerLost(
+                f"Rank {failure['rank']} on {failure['host']} failed first; this rank only stopped "
+                f"with it. Its traceback:\n{failure['traceback']}",
+                rank=failure["rank"],
+                host=failure["host"],
+            )
+        if store.check(["verdict"]):
+            verdict = json.loads(store.get("verdict"))
+            kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[verdict["kind"]]
+            raise kind(verdict["message"])
+
+    def _me(self) -> str:
+        return f"Rank {self._group.member.rank} on {socket.gethostname()}"
+
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
+
+
+def wait_for(work: Any, wait: Wait) -> None:
+    """Waits for a work of torch.distributed.
+
+    Args:
+        work: What ``async_op=True`` gave.
+        wait: The wait it belongs to.
+    """
+    interval = datetime.timedelta(seconds=min(POLL_SECONDS, wait.timeout))
+    while True:
+        try:
+            work.wait(interval)
+            return
+        except RuntimeError as error:
+            if work.is_completed():  # it failed, and did not only take longer than the interval
+                raise wait.broken(error) from error
+        wait.poll()
+
+
+def report_failure(group: Group, error: BaseException) -> None:
+    """Leaves this rank's failure in the store, where the others find the cause of their broken waits.
+
+    Args:
+        group: The group this rank belongs to.
+        error: What this rank raised.
+    """
+    if isinstance(error, DistributedError) and error.secondary:
+        return
+    report = {
+        "rank": group.member.rank,
+        "host": socket.gethostname(),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    with contextlib.suppress(RuntimeError, OSError):  # the store may have gone first
+        group.store.compare_set("failure", "", json.dumps(report))
