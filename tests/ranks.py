@@ -118,9 +118,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
     return [cloudpickle.loads(results[rank]) for rank in range(len(pipes))]
 
 
-def _rank_main(
-    payload: bytes, member: process_group.Member, port: int, pipe: Connection
-) -> None:
+def _rank_main(payload: bytes, member: process_group.Member, port: int, pipe: Connection) -> None:
     try:
         process_group.join(member, "127.0.0.1", port)
         body, args, kwargs = cloudpickle.loads(payload)

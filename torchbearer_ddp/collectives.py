@@ -260,9 +260,7 @@ def _gather_bytes(group: process_group.Group, mine: torch.Tensor, name: str) -> 
     return everyone
 
 
-def _broadcast_flat(
-    group: process_group.Group, flat: torch.Tensor, name: str, source: int
-) -> None:
+def _broadcast_flat(group: process_group.Group, flat: torch.Tensor, name: str, source: int) -> None:
     channel = group.control if flat.device.type == "cpu" else group.gradients
     wait = Wait(group, f"{name}, {flat.numel()} elements")
     for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size())):
@@ -284,5 +282,3 @@ def _copy_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
         offset += tensor.numel()
-
-

@@ -120,9 +120,7 @@ def _adopt() -> Group:
     return Group(member, store, hosts=["?"] * world_size)
 
 
-def join(
-    member: Member, host: str, port: int, *, serve: bool = False, prefix: str = "run"
-) -> None:
+def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: str = "run") -> None:
     """Meets the other ranks and makes the process group.
 
     Args:

@@ -100,9 +100,7 @@ class Wait:
             return known
         except (RuntimeError, OSError):
             silent = []
-        suspects = (
-            f" No word from rank {self._names(silent)}." if silent else ""
-        )
+        suspects = f" No word from rank {self._names(silent)}." if silent else ""
         return PeerLost(
             f"{self._me()} lost contact with another rank during {self._activity}.{suspects} It was "
             "killed, its host is down, or the network is cut; look at that rank's output. "
@@ -127,9 +125,7 @@ class Wait:
         return posts
 
     def _parted(self, post: dict[str, Any]) -> bool:
-        return bool(
-            post["sequence"] == self._sequence and post["activity"] != self._activity
-        )
+        return bool(post["sequence"] == self._sequence and post["activity"] != self._activity)
 
     def _parted_message(self, posts: dict[int, dict[str, Any]]) -> str:
         waits = "; ".join(f"rank {r}: {post['activity']}" for r, post in sorted(posts.items()))

@@ -51,8 +51,11 @@ def _pack(value: Any, blobs: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return _pack_tensor(value, blobs)
     if isinstance(value, bytes):
-        return ["bytes", _pack_tensor(torch.frombuffer(bytearray(value), dtype=torch.uint8), blobs)] \
-            if value else ["bytes", None]
+        return (
+            ["bytes", _pack_tensor(torch.frombuffer(bytearray(value), dtype=torch.uint8), blobs)]
+            if value
+            else ["bytes", None]
+        )
     if isinstance(value, dict):
         pairs = [
             [_pack(k, blobs, where), _pack(v, blobs, f"{where}[{k!r}]")] for k, v in value.items()
@@ -65,7 +68,9 @@ def _pack(value: Any, blobs: list[torch.Tensor], where: str) -> Any:
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
         return _pack(value.item(), blobs, where)
     if isinstance(value, int | float | str):  # subclasses, such as an IntEnum or a StateKey's name
-        return _pack(next(t(value) for t in (int, float, str) if isinstance(value, t)), blobs, where)
+        return _pack(
+            next(t(value) for t in (int, float, str) if isinstance(value, t)), blobs, where
+        )
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to "
         "other ranks: only None, numbers, strings, bytes, tensors and lists, tuples, sets and "
@@ -75,7 +80,9 @@ def _pack(value: Any, blobs: list[torch.Tensor], where: str) -> Any:
 
 def _pack_tensor(tensor: torch.Tensor, blobs: list[torch.Tensor]) -> Any:
     plain = tensor.detach().to_dense().cpu().contiguous()
-    blobs.append(plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.new_empty(0).byte())
+    blobs.append(
+        plain.reshape(-1).view(torch.uint8) if plain.numel() else plain.new_empty(0).byte()
+    )
     return ["tensor", str(plain.dtype).removeprefix("torch."), list(plain.shape)]
 
 

@@ -1,0 +1,1 @@
+"""The callbacks; each is exported by the package itself."""

@@ -1,0 +1,1 @@
+"""Gradients: what travels (buckets, header) and how (one file per transport)."""
