@@ -72,6 +72,8 @@ class Group:
     warm: bool = False
     #: Set when a wait failed: messages are under way that nobody will take.
     broken: bool = False
+    #: Set once each rank draws from a stream of its own.
+    parted: bool = False
     sequence: int = 0
     _groups: tuple[Any, Any] | None = field(default=None, repr=False)
 
