@@ -80,11 +80,12 @@ class Wait:
         """Seconds this wait may take."""
         return self._group.member.timeout * (1 if self._group.warm else FIRST_STEP_TIMEOUTS)
 
-    def broken(self, error: Exception) -> DistributedError:
+    def broken(self, error: Exception, lost: int | None = None) -> DistributedError:
         """The error to raise when the transport fails: the other rank's own cause, if it left one.
 
         Args:
             error: What the transport said.
+            lost: The rank that is gone, where the transport knows.
         """
         self._group.broken = True
         deadline = time.monotonic() + _CAUSE_SECONDS
@@ -100,6 +101,8 @@ class Wait:
             return known
         except (RuntimeError, OSError):
             silent = []
+        if lost is not None:
+            silent = [lost]
         suspects = f" No word from rank {self._names(silent)}." if silent else ""
         return PeerLost(
             f"{self._me()} lost contact with another rank during {self._activity}.{suspects} It was "

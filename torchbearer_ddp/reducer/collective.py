@@ -22,22 +22,24 @@ class CollectiveTransport:
     def __init__(self, group: Group, name: str) -> None:
         self.name = name
         self._group = group
-        self._works: dict[int, Any] = {}
+        self._works: dict[int, tuple[Any, float]] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Ordinary memory."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def start(self, bucket: torch.Tensor, wait: Wait) -> None:
+    def start(self, bucket: torch.Tensor, wait: Wait, scale: float = 1.0) -> None:
         """Hands the bucket to the backend's own threads or stream."""
         del wait
-        self._works[bucket.data_ptr()] = dist.all_reduce(
-            bucket, group=self._group.gradients, async_op=True
-        )
+        work = dist.all_reduce(bucket, group=self._group.gradients, async_op=True)
+        self._works[bucket.data_ptr()] = (work, scale)
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
-        """Waits for the backend."""
-        wait_for(self._works.pop(bucket.data_ptr()), wait)
+        """Waits for the backend, then scales."""
+        work, scale = self._works.pop(bucket.data_ptr())
+        wait_for(work, wait)
+        if scale != 1.0:
+            bucket.mul_(scale)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -23,12 +23,20 @@ class Transport(Protocol):
         """A flat zeroed tensor that this transport can sum; collective, the same on every rank."""
         ...
 
-    def start(self, bucket: torch.Tensor, wait: Wait) -> None:
-        """Begins to sum a whole bucket; returns at once where the transport can."""
+    def start(self, bucket: torch.Tensor, wait: Wait, scale: float = 1.0) -> None:
+        """Begins to sum a whole bucket; returns at once where the transport can.
+
+        Args:
+            bucket: What :meth:`allocate` gave.
+            wait: The wait for this bucket.
+            scale: What the sum is multiplied by (1/world size for a mean), the same on every rank.
+                It is given here since a transport may have the sum before anybody asks for it, and
+                costs least while the numbers are in the cache.
+        """
         ...
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
-        """Waits until the bucket holds the sum over all ranks."""
+        """Waits until the bucket holds the scaled sum over all ranks."""
         ...
 
     def close(self) -> None:
