@@ -13,8 +13,8 @@ import numpy
 import numpy.typing
 import torch
 
-#: A step number must be exact in single precision.
-_STEP_MODULUS = 2**22
+#: A step number must be exact in single precision, also after the sum was scaled and back.
+_STEP_MODULUS = 2**16
 _FIELDS = 6
 
 
@@ -106,17 +106,21 @@ class Header:
         if not self._on_host:
             self._place.copy_(torch.from_numpy(values))
 
-    def read(self) -> Answer:
-        """Reads everybody's parts, after the bucket was summed."""
+    def read(self, unscale: float = 1.0) -> Answer:
+        """Reads everybody's parts, after the bucket was summed.
+
+        Args:
+            unscale: What undoes the factor that the transport multiplied the sum with.
+        """
         values = self._values if self._on_host else self._place.cpu().numpy()
-        rows = values[: self._rows].reshape(-1, _FIELDS)
+        rows = (values[: self._rows] * unscale).reshape(-1, _FIELDS)
         # One call for what is a handful of numbers: python's own arithmetic is faster on those.
         steps, samples, stops, signals, seconds, losses = zip(*rows.tolist(), strict=True)
         return Answer(
-            steps=[int(step) for step in steps],
-            samples=sum(samples),
+            steps=[round(step) for step in steps],
+            samples=float(round(sum(samples))),
             stop=any(stops),
-            signal=int(max(signals)),
+            signal=round(max(signals)),
             slowest=max(seconds),
             loss=sum(losses) / len(losses),
             used=values[self._rows :] > 0,

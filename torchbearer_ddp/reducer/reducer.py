@@ -75,6 +75,8 @@ class Reducer:
         for bucket in self._buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
                 self._views[index] = view
+        # The weights' sum is only known from the header, so a weighted sum is scaled afterwards.
+        self._scale = 1.0 if weighted else 1.0 / world
         self._step = 0
         self._since = time.perf_counter()
         self.timing = Timing(0.0, 0.0, 0.0)
@@ -103,10 +105,10 @@ class Reducer:
         wait = Wait(self._group, f"the gradients of exchange {self._step}")
         used = self._fill(note)
         for bucket in self._buckets:
-            self._transport.start(bucket.flat, wait)
+            self._transport.start(bucket.flat, wait, self._scale)
         for bucket in self._buckets:
             self._transport.finish(bucket.flat, wait)
-        answer = self._header.read()
+        answer = self._header.read(1.0 / self._scale)
         self._check(answer)
         self._hand_out(answer, used)
         if self._sparse:
@@ -153,10 +155,9 @@ class Reducer:
         )
 
     def _hand_out(self, answer: Answer, used: list[bool] | None) -> None:
-        scale = 1.0 / self._divisor(answer)
-        for bucket in self._buckets:
-            if bucket.numel:
-                bucket.flat[: bucket.numel].mul_(scale)
+        if self._weighted:
+            for bucket in self._buckets:
+                bucket.flat[: bucket.numel].mul_(1.0 / self._divisor(answer))
         if used is None:  # used here, so used: nothing to look up
             for parameter, view in zip(self._dense, self._views, strict=True):
                 if parameter.grad is not view:

@@ -1,0 +1,46 @@
+# make run       train the example on two local processes
+# make test      every test that this machine can run
+# make lint      ruff and mypy
+# make docs      the documentation, in docs/_build/html
+# make bench     the benchmarks against torch's DistributedDataParallel
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
+
+.PHONY: run test lint docs bench slurm-test soak clean
+
+run: $(VENV)/examples.stamp
+	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest
+
+slurm-test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest tests/slurm
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/docs.stamp
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) docs/_build build *.egg-info
+
+# One environment; the constraints pin every version, torch first: it decides the others.
+$(VENV)/base.stamp: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt setuptools wheel
+	$(PIP) install -c constraints.txt torch
+	touch $@
+
+$(VENV)/%.stamp: $(VENV)/base.stamp
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
+	touch $@

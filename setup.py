@@ -1,0 +1,55 @@
+"""Packaging of torchbearer_ddp; the settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(
+    r'^__version__ = "(.+)"', (here / "torchbearer_ddp" / "__init__.py").read_text(), re.MULTILINE
+)[1]
+
+setup(
+    name="torchbearer_ddp",
+    version=version,
+    description="Data-parallel training for torchbearer: more cores, GPUs, machines, or Slurm",
+    long_description=(here / "README.rst").read_text(),
+    long_description_content_type="text/x-rst",
+    license="MIT",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["torchbearer_ddp", "torchbearer_ddp.*"]),
+    package_data={"torchbearer_ddp": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.10",
+        "torchbearer>=0.5.5",
+        "submitit>=1.5.4",
+        "tensorboardX>=2.6.5",
+        "cloudpickle>=3",
+        "numpy",
+        "packaging",  # torchbearer imports it without declaring it
+        "tqdm",
+    ],
+    extras_require={
+        "examples": ["mlxtend>=0.23"],
+        "test": [
+            "mlxtend>=0.23",
+            "mypy",
+            "pytest>=8",
+            "pytest-timeout",
+            "ruff",
+            "scikit-learn",
+            "tensorboard",
+        ],
+        "docs": ["furo", "matplotlib", "sphinx>=7"],
+    },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
