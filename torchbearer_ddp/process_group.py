@@ -8,10 +8,12 @@ are found and named; only then is torch's process group made.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import json
 import os
+import pathlib
 import platform
 import socket
 import threading
@@ -31,7 +33,7 @@ DEFAULT_TIMEOUT = 300.0
 #: The first step may compile, download or fill caches, so it may take this many timeouts.
 FIRST_STEP_TIMEOUTS = 4
 _POLL_SECONDS = 0.02
-_LEAVE_SECONDS = 5.0
+_LEAVE_SECONDS = 3.0
 _T = TypeVar("_T")
 
 
@@ -42,12 +44,12 @@ class Member:
     Args:
         rank: The rank in the world.
         world_size: The number of ranks.
-        local_rank: The rank on this host.
-        local_world_size: The number of ranks on this host.
-        device: The device this rank computes on.
+        local_rank: The rank on this host, or -1 to let the roll call find it.
+        local_world_size: The number of ranks on this host; the roll call finds it likewise.
+        device: The device this rank computes on; plain ``cuda`` is the GPU of the local rank.
         backend: torch.distributed's name of the backend.
         timeout: Seconds that any wait for other ranks may take.
-        seed: The base seed, or None to leave the generators alone.
+        seed: The base seed, or None for the one in force on rank zero.
     """
 
     rank: int
@@ -68,6 +70,8 @@ class Group:
     store: dist.Store
     hosts: list[str]
     serves_store: bool = False
+    #: The store's address, if it is known: gloo uses the interface that leads there.
+    address: str | None = None
     #: Set once the first gradients were exchanged: from then on the plain timeout holds.
     warm: bool = False
     #: Set when a wait failed: messages are under way that nobody will take.
@@ -80,12 +84,22 @@ class Group:
     def _channels(self) -> tuple[Any, Any]:
         if self._groups is None:  # collective: only reached from within a collective
             wait = datetime.timedelta(seconds=_transport_timeout(self.member.timeout))
-            with _gloo_interface(None):
+            with _gloo_interface(self.address):
                 self._groups = (
                     dist.new_group(backend="gloo", timeout=wait),
                     dist.new_group(timeout=wait),
                 )
         return self._groups
+
+    def among(self, ranks: list[int]) -> Any:
+        """A channel of some ranks, on gloo and the CPU; every rank must ask for it, in one order.
+
+        Args:
+            ranks: The ranks that the channel connects.
+        """
+        wait = datetime.timedelta(seconds=_transport_timeout(self.member.timeout))
+        with _gloo_interface(self.address):
+            return dist.new_group(ranks, backend="gloo", timeout=wait)
 
     @property
     def control(self) -> Any:
@@ -99,6 +113,16 @@ class Group:
 
 
 _group: Group | None = None
+#: This process in a run of one rank, which needs no group.
+_alone: Member | None = None
+#: Stores that this process holds on a fixed port. They stay open until it ends: another rank may
+#: begin the next run on that port before this process does.
+_held: dict[tuple[str, int], dist.TCPStore] = {}
+
+
+def alone() -> Member | None:
+    """This process in a run of one rank, if it is in one."""
+    return _alone
 
 
 def current() -> Group | None:
@@ -142,17 +166,13 @@ def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: s
             "Remove the call to init_process_group: run_distributed does that."
         )
     deadline = time.monotonic() + member.timeout
-    if serve:
-        served = serve_store(host, port, member.timeout)
-        base: dist.Store = served
-    else:
-        base = connect(host, port, member.timeout)
-    store = dist.PrefixStore(f"torchbearer_ddp/{prefix}", base)
-    hosts = _roll_call(store, member, deadline)
+    base = serve_store(host, port, member.timeout) if serve else connect(host, port, member.timeout)
+    store = run_store(base, prefix)
+    roll = _roll_call(store, member, deadline)
+    member = _settled(member, roll)
     _use_device(member)
     _share_cores(member)
-    if member.seed is not None:
-        randomness.seed_all(member.seed)
+    randomness.seed_all(roll[0]["seed"] if member.seed is None else member.seed)
     _in_time(
         lambda: _init_process_group(store, member, host),
         deadline,
@@ -160,9 +180,54 @@ def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: s
         f"ranks could not connect to each other within {member.timeout:g} s. Check that the hosts "
         "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
     )
-    _group = Group(member, store, hosts, serves_store=serve)
-    with _gloo_interface(host):
-        _group._channels()
+    hosts = [entry["host"] for entry in roll]
+    _group = Group(member, store, hosts, serves_store=serve, address=host)
+    _group._channels()
+
+
+def stay_alone(member: Member) -> None:
+    """Prepares this process for a run of one rank: device and seed, no group.
+
+    Args:
+        member: Who this process is. Without a seed the generators are left alone.
+    """
+    global _alone
+    _alone = member
+    _use_device(member)
+    if member.seed is not None:
+        randomness.seed_all(member.seed)
+
+
+def _settled(member: Member, roll: list[dict[str, Any]]) -> Member:
+    """The member with what only the roll call could tell: its place on its host, and its GPU."""
+    if member.local_rank < 0:
+        machine = roll[member.rank]["machine"]
+        neighbours = [rank for rank, entry in enumerate(roll) if entry["machine"] == machine]
+        member = dataclasses.replace(
+            member,
+            local_rank=neighbours.index(member.rank),
+            local_world_size=len(neighbours),
+        )
+    if member.device == "cuda":
+        gpus = torch.cuda.device_count()
+        index = 0 if gpus == 1 else member.local_rank
+        if index >= gpus:
+            raise LaunchError(
+                f"Rank {member.rank} is the process number {index + 1} on this host but {gpus} "
+                "GPUs are visible: each rank needs its own. Start fewer here, or use --device cpu."
+            )
+        member = dataclasses.replace(member, device=f"cuda:{index}")
+    return member
+
+
+def run_store(base: dist.Store, prefix: str) -> dist.Store:
+    """The part of a store that belongs to one run.
+
+    Args:
+        base: A store of :func:`serve_store` or :func:`connect`.
+        prefix: Sets this run apart from another on the same store.
+    """
+    return dist.PrefixStore(f"torchbearer_ddp/{prefix}", base)
 
 
 def leave() -> None:
@@ -170,31 +235,61 @@ def leave() -> None:
 
     The rank that holds the store stays until the others have left, or for a few seconds.
     """
-    global _group
-    group, _group = _group, None
-    if group is None or group.broken or not dist.is_initialized():
+    global _group, _alone
+    group, _group, _alone = _group, None, None
+    if group is None or not dist.is_initialized():
         return
+    _depart(group)
+    if not group.broken:
+        dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Leaves the group after a failure: nothing is closed, which could hang or hide the cause.
+
+    The rank that holds the store stays for a moment, so that the others can read the cause there.
+    """
+    global _group, _alone
+    group, _group, _alone = _group, None, None
+    if group is not None:
+        _depart(group)
+
+
+def _depart(group: Group) -> None:
     with contextlib.suppress(RuntimeError):  # the store's holder may be gone already: fine
-        gone = group.store.add("left", 1)
+        group.store.add("left", 1)
         if group.serves_store:
-            deadline = time.monotonic() + _LEAVE_SECONDS
-            while gone < group.member.world_size and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                gone = group.store.add("left", 0)
-    dist.destroy_process_group()
+            await_departures(group.store, group.member.world_size)
+
+
+def await_departures(store: dist.Store, world_size: int) -> None:
+    """Keeps the store open until every rank has left the run, or for a few seconds.
+
+    Args:
+        store: The run's part of the store, see :func:`run_store`.
+        world_size: The number of ranks in the run.
+    """
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while store.add("left", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def serve_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     """Holds a store on exactly that address (torch's own would listen on every interface).
+
+    A store on a certain port is held until the process ends, and given again when asked for again.
 
     Args:
         host: The address to listen on; a name that is not this host's means every interface.
         port: The port, or 0 for any free one (read it back as ``store.port``).
         timeout: Seconds any request to the store may take.
     """
+    if (host, port) in _held:
+        return _held[host, port]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    host_here = host
     try:
         try:
             listener.bind((host, port))
@@ -203,6 +298,7 @@ def serve_store(host: str, port: int, timeout: float) -> dist.TCPStore:
                 raise
             # Not an address of this host (a NAT's or a cloud's public one): listen on all.
             listener.bind(("", port))
+            host_here = "::1" if family == socket.AF_INET6 else "127.0.0.1"
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -211,14 +307,17 @@ def serve_store(host: str, port: int, timeout: float) -> dist.TCPStore:
             "program or run may hold it: give every node another --port."
         ) from error
     actual = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
+    store = dist.TCPStore(
+        host_here,
         actual,
         is_master=True,
         timeout=datetime.timedelta(seconds=timeout),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+    if port:
+        _held[host, port] = store
+    return store
 
 
 def connect(host: str, port: int, timeout: float) -> dist.TCPStore:
@@ -259,13 +358,15 @@ def _in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
     raise LaunchError(message) from (failure[0] if failure else None)
 
 
-def _roll_call(store: dist.Store, member: Member, deadline: float) -> list[str]:
-    """Waits until every rank has said who it is; returns their hosts, by rank."""
+def _roll_call(store: dist.Store, member: Member, deadline: float) -> list[dict[str, Any]]:
+    """Waits until every rank has said who it is; returns what they said, by rank."""
     mine = {
         "rank": member.rank,
         "world_size": member.world_size,
         "host": socket.gethostname(),
+        "machine": _machine(),
         "pid": os.getpid(),
+        "seed": torch.initial_seed(),
     }
 
     def refuse(message: str) -> LaunchError:
@@ -314,7 +415,15 @@ def _roll_call(store: dist.Store, member: Member, deadline: float) -> list[str]:
         raise
     except (RuntimeError, ValueError) as error:
         raise LaunchError(late) from error
-    return [known[rank]["host"] for rank in range(member.world_size)]
+    return [known[rank] for rank in range(member.world_size)]
+
+
+def _machine() -> str:
+    """Tells hosts apart that have the same name, until they are booted anew."""
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}"
+    return socket.gethostname()
 
 
 def _init_process_group(store: dist.Store, member: Member, host: str) -> None:

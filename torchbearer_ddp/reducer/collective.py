@@ -22,24 +22,28 @@ class CollectiveTransport:
     def __init__(self, group: Group, name: str) -> None:
         self.name = name
         self._group = group
-        self._works: dict[int, tuple[Any, float]] = {}
+        self._works: dict[int, Any] = {}
+        self._headers: dict[int, int] = {}
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
+    ) -> torch.Tensor:
         """Ordinary memory."""
-        return torch.zeros(numel, dtype=dtype, device=device)
+        bucket = torch.zeros(numel, dtype=dtype, device=device)
+        self._headers[bucket.data_ptr()] = header
+        return bucket
 
-    def start(self, bucket: torch.Tensor, wait: Wait, scale: float = 1.0) -> None:
-        """Hands the bucket to the backend's own threads or stream."""
+    def start(self, bucket: torch.Tensor, wait: Wait, weight: float = 1.0) -> None:
+        """Weights the bucket and hands it to the backend's own threads or stream."""
         del wait
-        work = dist.all_reduce(bucket, group=self._group.gradients, async_op=True)
-        self._works[bucket.data_ptr()] = (work, scale)
+        key = bucket.data_ptr()
+        if weight != 1.0:
+            bucket[: bucket.numel() - self._headers[key]].mul_(weight)
+        self._works[key] = dist.all_reduce(bucket, group=self._group.gradients, async_op=True)
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
-        """Waits for the backend, then scales."""
-        work, scale = self._works.pop(bucket.data_ptr())
-        wait_for(work, wait)
-        if scale != 1.0:
-            bucket.mul_(scale)
+        """Waits for the backend."""
+        wait_for(self._works.pop(bucket.data_ptr()), wait)
 
     def close(self) -> None:
         """Nothing is held."""

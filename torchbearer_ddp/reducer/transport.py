@@ -19,24 +19,33 @@ class Transport(Protocol):
 
     name: str
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat zeroed tensor that this transport can sum; collective, the same on every rank."""
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
+    ) -> torch.Tensor:
+        """A flat zeroed tensor that this transport can sum; collective, the same on every rank.
+
+        Args:
+            numel: The number of elements.
+            dtype: Their type.
+            device: Where they live.
+            header: How many elements at the end are summed without weights.
+        """
         ...
 
-    def start(self, bucket: torch.Tensor, wait: Wait, scale: float = 1.0) -> None:
+    def start(self, bucket: torch.Tensor, wait: Wait, weight: float = 1.0) -> None:
         """Begins to sum a whole bucket; returns at once where the transport can.
 
         Args:
             bucket: What :meth:`allocate` gave.
             wait: The wait for this bucket.
-            scale: What the sum is multiplied by (1/world size for a mean), the same on every rank.
-                It is given here since a transport may have the sum before anybody asks for it, and
-                costs least while the numbers are in the cache.
+            weight: What this rank's numbers, but not its header, are multiplied by in the sum. Each
+                rank may have its own; 1/world size makes the sum a mean. It costs nothing here,
+                where the numbers pass through the core's cache anyway.
         """
         ...
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
-        """Waits until the bucket holds the scaled sum over all ranks."""
+        """Waits until the bucket holds the weighted sum over all ranks."""
         ...
 
     def close(self) -> None:
