@@ -1,0 +1,244 @@
+"""Checkpoint files and their folder: atomic, verified, named, kept, locked."""
+
+import errno
+import os
+import pickle
+import resource
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchbearer_ddp.checkpoints import file, folder
+from torchbearer_ddp.checkpoints.file import Label
+from torchbearer_ddp.checkpoints.folder import Folder
+from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
+from torchbearer_ddp.errors import CheckpointError
+
+PAYLOAD = {"model": {"weight": torch.arange(1000.0)}, "history": [{"loss": 0.5}], "big": 2**100}
+
+
+def names(path):
+    return {each.name for each in path.iterdir()}
+
+
+def test_what_is_written_is_read_and_loads_with_plain_torch(tmp_path):
+    path = tmp_path / "a.pt"
+    file.write(path, PAYLOAD, Label(3, 2, 20))
+    for loaded in (file.read(path), torch.load(path, weights_only=True)):
+        assert torch.equal(loaded["model"]["weight"], PAYLOAD["model"]["weight"])
+        assert loaded["history"] == [{"loss": 0.5}]
+        assert loaded["big"] == 2**100
+    assert file.read_label(path) == Label(3, 2, 20)
+    assert names(tmp_path) == {"a.pt"}
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path):
+    old = os.umask(0)
+    try:
+        run = Folder(tmp_path / "run")
+        run.open()
+        run.put(PAYLOAD, ["epoch-0001.pt", "best-loss.pt"], Label(1, 1, 1))
+        shared = Folder(tmp_path / "shared", file_mode=0o640, folder_mode=0o750)
+        shared.open()
+        shared.put(PAYLOAD, ["epoch-0001.pt"], Label(1, 1, 1))
+    finally:
+        os.umask(old)
+
+    def mode(name):
+        return stat.S_IMODE((tmp_path / name).stat().st_mode)
+
+    assert mode("run") == 0o700
+    assert mode("run/epoch-0001.pt") == 0o600
+    assert mode("run/best-loss.pt") == mode("run/.lock") == 0o600
+    assert mode("shared") == 0o750
+    assert mode("shared/epoch-0001.pt") == 0o640
+
+
+def test_truncation_at_every_length_class_is_found(tmp_path):
+    path = tmp_path / "a.pt"
+    file.write(path, PAYLOAD, Label(1, 1, 1))
+    whole = path.read_bytes()
+    lengths = {0, 1, 3, 21, 22, 100, len(whole) // 2, len(whole) - 300, len(whole) - 65}
+    for length in sorted(lengths | set(range(len(whole) - 30, len(whole)))):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"truncated|damaged"):
+            file.read(path)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(CheckpointError):
+        file.read(path)
+
+
+def test_any_flipped_bit_is_found(tmp_path):
+    path = tmp_path / "a.pt"
+    file.write(path, PAYLOAD, Label(1, 1, 1))
+    whole = path.read_bytes()
+    for position in [*range(0, len(whole), 97), *range(len(whole) - 200, len(whole))]:
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError):
+            file.read(path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+@pytest.mark.parametrize("form", ["ours", "torch", "legacy", "pickle"])
+def test_a_pickle_bomb_runs_nothing(tmp_path, monkeypatch, form):
+    crater = tmp_path / "crater"
+    monkeypatch.setenv("BOMB", str(crater))
+    path = tmp_path / "a.pt"
+    if form == "ours":
+        file.write(path, {"model": Bomb()}, Label(1, 1, 1))
+    elif form == "pickle":
+        path.write_bytes(pickle.dumps(Bomb()))
+    else:
+        torch.save({"model": Bomb()}, path, _use_new_zipfile_serialization=form == "torch")
+    with pytest.raises(CheckpointError), path.open("rb") as opened:
+        file.read(path)
+    with pytest.raises(CheckpointError, match="nothing in it was run"), path.open("rb") as opened:
+        file.load_plain(opened, path)
+    assert not crater.exists()
+    with pytest.raises(FileExistsError):  # it does go off where it is let
+        crater.mkdir()
+        torch.load(path, weights_only=False)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_temporary_one(tmp_path):
+    run = Folder(tmp_path)
+    run.open()
+    run.put(PAYLOAD, ["epoch-0001.pt"], Label(1, 1, 1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        for name in ("epoch-0001.pt", "epoch-0002.pt"):
+            with pytest.raises(CheckpointError, match=os.strerror(errno.EFBIG)):
+                run.put(PAYLOAD, [name], Label(2, 2, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == {".lock", "epoch-0001.pt", "latest"}
+    assert file.read(tmp_path / "latest")["big"] == 2**100
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_an_error(tmp_path):
+    (tmp_path / "plain").write_text("a file, not a folder")
+    with pytest.raises(CheckpointError, match=r"plain/run cannot be used \(Not a directory\)"):
+        Folder(tmp_path / "plain" / "run").open()
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    run = Folder(tmp_path, keep=2)
+    run.open()
+    for epoch in (1, 2, 3, 4):
+        names = [folder.epoch_name(epoch)] + (["best-val_loss.pt"] if epoch == 2 else [])
+        run.put(PAYLOAD, names, Label(run.next_serial(), epoch, 10 * epoch))
+        assert (tmp_path / "latest").readlink() == Path(folder.epoch_name(epoch))
+    found = {p.name for p in tmp_path.glob("*.pt")}
+    assert found == {"epoch-0003.pt", "epoch-0004.pt", "best-val_loss.pt"}
+    assert file.read_label(tmp_path / "best-val_loss.pt") == Label(2, 2, 20)
+    # After a return to an older checkpoint the next one written is the newest, not the highest.
+    run.put(PAYLOAD, ["epoch-0003.pt"], Label(run.next_serial(), 3, 30))
+    assert run.newest_first()[0].name == "epoch-0003.pt"
+    assert run.read_newest()[0] == tmp_path / "epoch-0003.pt"
+
+
+def test_a_damaged_newest_file_is_named_and_the_one_before_is_used(tmp_path):
+    run = Folder(tmp_path, keep=2)
+    run.open()
+    for epoch in (1, 2, 3):
+        run.put({"epoch": epoch}, [folder.epoch_name(epoch)], Label(epoch, epoch, epoch))
+    newest = tmp_path / "epoch-0003.pt"
+    newest.write_bytes(newest.read_bytes()[:-5])
+    path, payload, problems = run.read_newest()
+    assert (path.name, payload["epoch"]) == ("epoch-0002.pt", 2)
+    assert len(problems) == 1
+    assert "epoch-0003.pt" in problems[0]
+    assert (tmp_path / "latest").resolve() == path
+    # The damaged one does not count among those kept: the whole one before it stays.
+    run.put({"epoch": 4}, ["epoch-0004.pt"], Label(4, 4, 4))
+    assert (tmp_path / "epoch-0002.pt").exists()
+    path.write_bytes(b"")
+    (tmp_path / "epoch-0004.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole"):
+        run.read_newest()
+
+
+def test_an_empty_folder_is_no_error(tmp_path):
+    run = Folder(tmp_path / "new")
+    run.open()
+    assert run.read_newest() == (None, None, [])
+    assert run.next_serial() == 1
+
+
+def test_temporary_files_of_a_killed_run_are_swept_and_nothing_else(tmp_path):
+    (tmp_path / ".tmp-123-epoch-0001.pt").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "other.pt").write_bytes(b"mine")
+    run = Folder(tmp_path, keep=1)
+    run.open()
+    run.put(PAYLOAD, ["epoch-0001.pt"], Label(1, 1, 1))
+    run.put(PAYLOAD, ["epoch-0002.pt"], Label(2, 2, 2))
+    expected = {".lock", "epoch-0002.pt", "latest", "notes.txt", "other.pt"}
+    assert names(tmp_path) == expected
+
+
+def test_without_links_there_are_copies_and_a_text_file(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    run = Folder(tmp_path)
+    run.open()
+    run.put(PAYLOAD, ["epoch-0001.pt", "best-loss.pt"], Label(1, 1, 1))
+    assert (tmp_path / "latest").read_text() == "epoch-0001.pt\n"
+    assert file.read(tmp_path / "best-loss.pt")["big"] == 2**100
+
+
+@pytest.mark.parametrize("monitor", ["../../etc/x", "/abs", "a/b", "val loss", "..", "\n"])
+def test_a_metric_s_name_cannot_leave_the_folder(tmp_path, monitor):
+    path = tmp_path / folder.best_name(monitor)
+    assert path.resolve().parent == tmp_path.resolve()
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    run = Folder(tmp_path)
+    run.open()
+    run.open()  # the same process may come again: a second Trial, a second run
+    script = (
+        "import sys; from pathlib import Path; from torchbearer_ddp.checkpoints.folder import "
+        "Folder; Folder(Path(sys.argv[1])).open()"
+    )
+
+    def other():
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    result = other()
+    assert result.returncode == 1
+    assert f'"pid": {os.getpid()}' in result.stderr
+    assert "a folder of its own" in result.stderr
+    run.close()
+    assert other().returncode == 0
+
+
+def test_the_writer_keeps_an_error_until_it_is_taken():
+    writer, gate = Writer(), threading.Event()
+
+    def job():
+        gate.wait(10)
+        raise CheckpointError("full")
+
+    writer.start(job)
+    assert writer.busy
+    assert writer.take_error() is None
+    gate.set()
+    finish_writing()
+    assert not writer.busy
+    assert str(writer.take_error()) == "full"
+    assert writer.take_error() is None

@@ -1,0 +1,1 @@
+"""What stands behind :class:`~torchbearer_ddp.Checkpoint`: files, folder, and contents."""

@@ -1,0 +1,63 @@
+"""Writing in the background: training goes on meanwhile, and no file is left undone."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def finish_writing() -> None:
+    """Waits until every checkpoint under way stands, for those who end the process at once.
+
+    An ordinary exit waits by itself, since the threads are not daemons; ``os._exit`` does not.
+    """
+    for writer in list(_writers):
+        writer.wait()
+
+
+class Writer:
+    """Does one job at a time in a thread of its own, and keeps its error until it is asked for."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        _writers.add(self)
+
+    @property
+    def busy(self) -> bool:
+        """True while a job is being done."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begins a job, once the one before has ended.
+
+        Args:
+            job: What to do.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._run, args=(job,), name="torchbearer_ddp-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until nothing is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def take_error(self) -> Exception | None:
+        """The error of the last job, if it has ended with one; it is handed out once."""
+        if self.busy:
+            return None
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._error = error
