@@ -46,8 +46,9 @@ def local_rank() -> int:
 def device() -> torch.device:
     """The device this rank computes on; without a process group a GPU if there is one."""
     group = process_group.current()
-    if group:
-        return torch.device(group.member.device)
+    member = group.member if group else process_group.alone()
+    if member:
+        return torch.device(member.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -17,6 +17,8 @@ import time
 import traceback
 from typing import Any
 
+import torch.distributed as dist
+
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
 
@@ -201,10 +203,18 @@ def report_failure(group: Group, error: BaseException) -> None:
     """
     if isinstance(error, DistributedError) and error.secondary:
         return
-    report = {
-        "rank": group.member.rank,
-        "host": socket.gethostname(),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    text = "".join(traceback.format_exception(error))
+    leave_word(group.store, group.member.rank, text)
+
+
+def leave_word(store: dist.Store, rank: int, text: str) -> None:
+    """Says in the store why a rank of this host failed; the first word there counts.
+
+    Args:
+        store: The run's part of the store.
+        rank: The rank that failed.
+        text: Its traceback, or what is known of its end.
+    """
+    report = {"rank": rank, "host": socket.gethostname(), "traceback": text}
     with contextlib.suppress(RuntimeError, OSError):  # the store may have gone first
-        group.store.compare_set("failure", "", json.dumps(report))
+        store.compare_set("failure", "", json.dumps(report))

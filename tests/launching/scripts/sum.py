@@ -1,0 +1,17 @@
+"""Prints the sum of all ranks, as seen by each of them; started in every way there is."""
+
+import sys
+
+import torch
+
+from torchbearer_ddp import collectives
+from torchbearer_ddp.launch import run_distributed
+
+
+def add_up(start):
+    total = torch.tensor([float(start + collectives.rank())])
+    collectives.all_reduce([total], "the sum")
+    return [collectives.rank(), collectives.world_size(), collectives.local_rank(), total.item()]
+
+
+print("results", run_distributed(add_up, args=(int(sys.argv[1]),)))

@@ -1,0 +1,182 @@
+"""Choose a launcher, run the ranks, collect their results."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchbearer_ddp import process_group, signals, waiting, worker
+from torchbearer_ddp.arguments import Plan, make_plan, merge, read_flags, read_options
+from torchbearer_ddp.errors import DistributedError, LaunchError
+from torchbearer_ddp.supervision import Supervisor
+
+#: Tells the runs of one process apart where they share a store.
+_runs = itertools.count()
+#: How long a launcher tries to tell the store of another host why its rank died.
+_WORD_SECONDS = 2.0
+
+
+def run_distributed(
+    worker_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    options: argparse.Namespace | None = None,
+    **overrides: Any,
+) -> list[Any]:
+    """Starts the ranks, runs the worker on each, and returns the results.
+
+    Who is to be started is read, in this order, from the arguments and flags, from torchrun's
+    environment, from the environment of a Slurm step; otherwise it is this process alone.
+
+    Example: ::
+
+        >>> from torchbearer_ddp import rank, run_distributed
+        >>> run_distributed(lambda x: x + rank(), args=(10,), nproc_per_node=2)
+        [10, 11]
+
+    Args:
+        worker_fn: The function to run; lambdas, closures and functions of a script or notebook
+            work as well.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        options: What a parser with :func:`add_arguments` parsed; without it the known flags are
+            read from ``sys.argv``.
+        overrides: Values that win over flags: ``launcher``, ``nproc_per_node``, ``nnodes``,
+            ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``, ``device``,
+            ``timeout``, ``seed``, ``grace``, ``slurm``.
+
+    Returns:
+        The results of the ranks that this call started, in the order of their ranks.
+
+    Raises:
+        ValueError: If arguments or flags do not fit together.
+        LaunchError: If the ranks could not be started, or did not find each other.
+        WorkerError: If a rank failed; its message is the first cause.
+        SystemExit: If a signal stopped the ranks; the code is 128 and the signal's number.
+    """
+    if worker.inside():
+        raise LaunchError(
+            "run_distributed was called inside a worker that run_distributed itself has started. "
+            "Call it once, outside of the worker."
+        )
+    try:
+        plan = _plan(options, overrides)
+    except (ValueError, LaunchError) as error:
+        _show_only_the_message(error, 2)
+        raise
+    task = (worker_fn, tuple(args), kwargs or {})
+    if plan.launcher == "slurm":
+        from torchbearer_ddp import slurm
+
+        return list(slurm.submit_and_follow(*task, plan))
+    if plan.first_rank == 0:
+        print(plan.describe(_threads(plan)), file=sys.stderr, flush=True)
+    if plan.launcher == "spawn":
+        return _spawn(plan, task)
+    return [_run_here(plan, task)]
+
+
+def _plan(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Plan:
+    if options is None:
+        submits = overrides.get("launcher") == "slurm"
+        flags = read_flags(sys.argv[1:], slurm=submits)
+    else:
+        flags = read_options(options)
+    plan = make_plan(merge(flags, overrides), os.environ, torch.cuda.device_count())
+    return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
+
+
+def _threads(plan: Plan) -> int:
+    """The CPU threads of each rank: the user's choice, or an equal share of the cores."""
+    if plan.world_size == 1 and plan.launcher != "spawn":
+        return torch.get_num_threads()
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen.isdigit():
+        return int(chosen)
+    return max(1, process_group.usable_cores() // max(1, plan.local_world_size))
+
+
+def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
+    """Starts the ranks of this host, which meet in a store that this process holds or reaches."""
+    base = None
+    if plan.serve:
+        base = process_group.serve_store(plan.host, plan.port, plan.timeout)
+        plan = dataclasses.replace(plan, port=base.port)
+    if plan.seed is None:
+        # The seed that the script has set, if it has, is the one that a single process would use.
+        plan = dataclasses.replace(plan, seed=torch.initial_seed())
+
+    def tell_the_others(rank: int, text: str) -> None:
+        store = base
+        try:
+            if store is None:
+                store = process_group.connect(plan.host, plan.port, _WORD_SECONDS)
+        except LaunchError:
+            return  # the host that holds the store is gone, and so are its ranks
+        waiting.leave_word(process_group.run_store(store, plan.prefix), rank, text)
+
+    threads = None if "OMP_NUM_THREADS" in os.environ else _threads(plan)
+    try:
+        return Supervisor(plan, threads, tell_the_others).run(task)
+    except DistributedError as error:
+        _show_only_the_message(error, 1)
+        raise
+    finally:
+        if base is not None and plan.world_size > plan.local_world_size:
+            process_group.await_departures(
+                process_group.run_store(base, plan.prefix), plan.world_size
+            )
+
+
+def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
+    """Runs the one rank that this process is."""
+    try:
+        result = worker.run_rank(plan, 0, *task)
+    except KeyboardInterrupt:
+        if plan.world_size == 1:
+            raise
+        raise SystemExit(128 + signal.SIGINT) from None
+    except Exception as error:
+        if plan.world_size > 1:
+            _show_only_the_message(error, 1, certainly=True)
+        raise
+    if signum := signals.received():
+        raise SystemExit(128 + signum)
+    return result
+
+
+def _show_only_the_message(error: Exception, exitcode: int, *, certainly: bool = False) -> None:
+    """If nobody catches this error, the terminal shows what the user has to know and no more.
+
+    The traceback of this process would bury the cause, which is another rank's or in the flags.
+
+    Args:
+        error: The error that is about to be raised.
+        exitcode: The exit code of the process, if the error is not caught.
+        certainly: True to skip what could hang: the end of a group with pending messages.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
+        if found is not error:
+            previous(kind, found, trace)
+            return
+        if isinstance(error, DistributedError) or exitcode == 2:
+            print(f"torchbearer_ddp: {error}", file=sys.stderr)
+        else:
+            previous(kind, found, trace)
+        if certainly:
+            worker.exit_now(exitcode)
+        raise SystemExit(exitcode)
+
+    sys.excepthook = hook

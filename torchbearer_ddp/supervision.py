@@ -1,0 +1,278 @@
+"""Start the ranks of this host, watch them, and say what went wrong first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from torchbearer_ddp.arguments import Plan
+from torchbearer_ddp.errors import LaunchError, WorkerError
+
+_TICK_SECONDS = 0.05
+#: After a failure the others have this long to notice and to report what they know.
+_NOTICE_SECONDS = 3.0
+_READ_BYTES = 1 << 16
+
+
+class StartedRank:
+    """One started process, and what it has reported."""
+
+    def __init__(self, rank: int, command: list[str], task: int, threads: int | None) -> None:
+        self.rank = rank
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self._received = bytearray()
+        #: Set when it has written all that it will write.
+        self.has_reported = False
+        #: Set when the launcher has told it to end: its death is then no cause.
+        self.ended_by_us = False
+        self.head: dict[str, Any] = {}
+        self.body = b""
+        environment = dict(os.environ)
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        try:
+            # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which
+            # passes it on once, and the rank's own children can be ended with it.
+            self.process = subprocess.Popen(
+                [*command, str(task), str(writer)],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=(task, writer),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+
+    def read(self) -> None:
+        """Takes what has arrived, so that the rank never waits for the launcher."""
+        with suppress(BlockingIOError):
+            while chunk := os.read(self.reader, _READ_BYTES):
+                self._received += chunk
+            self.has_reported = True
+
+    def has_ended(self) -> bool:
+        """True once the process is gone and all that it wrote is read."""
+        if self.process.poll() is None:
+            return False
+        self.read()
+        head, newline, body = bytes(self._received).partition(b"\n")
+        if newline:
+            self.head, self.body = json.loads(head), body
+        return True
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to the process, or a SIGKILL to all that it has started, too."""
+        with suppress(ProcessLookupError):
+            if signum == signal.SIGKILL:
+                os.killpg(self.process.pid, signum)
+            elif self.process.poll() is None:
+                self.process.send_signal(signum)
+
+    def close(self) -> None:
+        """Ends what is left of it."""
+        self.send(signal.SIGKILL)
+        self.process.wait()
+        os.close(self.reader)
+
+    # How it ended.
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that it was told to stop with, if it did stop for it."""
+        return self.head.get("signal")
+
+    @property
+    def succeeded(self) -> bool:
+        """True if it has delivered its result and ended as it should."""
+        expected = 128 + self.signal if self.signal else 0
+        return self.head.get("kind") == "result" and self.process.returncode == expected
+
+    @property
+    def is_failure(self) -> bool:
+        """True if it ended in any other way, unless the launcher ended it after its result."""
+        return not self.succeeded and not (self.ended_by_us and self.head.get("kind") == "result")
+
+    @property
+    def importance(self) -> int:
+        """How near to the first cause its end is: its own error, a death, another's error."""
+        if self.head.get("kind") == "error" and not self.signal:
+            if not self.head["secondary"]:
+                return 0
+            return 2 if self.head["cause"] is not None else 3
+        return 4 if self.ended_by_us or self.signal else 1
+
+    def explain(self) -> str:
+        """What happened to it, and its traceback."""
+        me, report = f"Rank {self.rank} on {self.head.get('host', socket.gethostname())}", self.head
+        if report.get("kind") == "error":
+            return report["message"] or f"{me} {report['what']}\n\n{report['traceback'].rstrip()}"
+        code = self.process.returncode
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " The system does that when memory runs out." if -code == signal.SIGKILL else ""
+            return f"{me} was killed by {name}.{hint} Look at its output, and at the system's log."
+        return (
+            f"{me} exited with code {code} and without a result: os._exit, or a crash in native "
+            "code. Look at its output."
+        )
+
+
+class Supervisor:
+    """Runs the ranks of a plan on this host.
+
+    Args:
+        plan: The plan; the ranks connect to the store at its host and port.
+        threads: The CPU threads of each rank, or None if the user has set them.
+        on_death: Called with rank and explanation of a rank that ended without a word, so that
+            the others can be told.
+    """
+
+    def __init__(
+        self, plan: Plan, threads: int | None, on_death: Callable[[int, str], None]
+    ) -> None:
+        self._plan, self._threads, self._on_death = plan, threads, on_death
+        self._ranks: list[StartedRank] = []
+        self._running: list[StartedRank] = []
+        self._ended: list[StartedRank] = []
+        self._signal: int | None = None
+        self._kill_at: float | None = None
+
+    def run(self, worker: tuple[Any, ...]) -> list[Any]:
+        """Runs the worker on every rank and returns their results.
+
+        Args:
+            worker: The function, its arguments and its keyword arguments.
+
+        Raises:
+            WorkerError: If a rank failed; it carries the first cause.
+            SystemExit: If a signal stopped the ranks.
+        """
+        payload = _pickled(worker)
+        with ExitStack() as stack:
+            task = stack.enter_context(_task_file(self._plan, payload))
+            stack.enter_context(self._signals_forwarded())
+            selector = stack.enter_context(selectors.DefaultSelector())
+            command = [sys.executable, str(Path(__file__).with_name("bootstrap.py"))]
+            for index in range(self._plan.local_world_size):
+                rank = StartedRank(
+                    self._plan.first_rank + index,
+                    [*command, str(index), str(os.getpid())],
+                    task.fileno(),
+                    self._threads,
+                )
+                stack.callback(rank.close)
+                selector.register(rank.reader, selectors.EVENT_READ, rank)
+                self._ranks.append(rank)
+                self._running.append(rank)
+                if self._signal is not None:  # it came while the ranks were being started
+                    self._end_all(self._signal, self._plan.grace)
+                    break
+            while self._running:
+                self._watch(selector)
+        return self._outcome()
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(_TICK_SECONDS):
+            key.data.read()
+            if key.data.has_reported:
+                selector.unregister(key.fd)
+        for rank in [r for r in self._running if r.has_ended()]:
+            self._running.remove(rank)
+            self._ended.append(rank)
+            if rank.is_failure and not (rank.ended_by_us and rank.importance):
+                if rank.importance == 1:
+                    self._on_death(rank.rank, rank.explain())
+                self._end_all(signal.SIGTERM, _NOTICE_SECONDS)
+        if self._kill_at is None and all(rank.has_reported for rank in self._running):
+            # All results are here; a thread that never ends must not keep the run from ending.
+            self._kill_at = time.monotonic() + self._plan.grace
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            for rank in self._running:
+                rank.ended_by_us = True
+                rank.send(signal.SIGKILL)
+
+    def _end_all(self, signum: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
+        for rank in self._running:
+            rank.ended_by_us = True
+            rank.send(signum)
+
+    @contextmanager
+    def _signals_forwarded(self) -> Iterator[None]:
+        """The ranks get the launcher's signals; a second one, or the end of grace, kills them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def forward(signum: int, frame: Any) -> None:
+            first = self._signal is None
+            self._signal = self._signal or signum
+            self._end_all(signum, self._plan.grace if first else 0.0)
+
+        previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def _outcome(self) -> list[Any]:
+        causes = [r for r in self._ended if r.is_failure and r.importance < 4]
+        if causes:
+            raise _error_of(min(causes, key=lambda r: r.importance))
+        told = next((r for r in self._ended if r.signal), None)
+        signum = self._signal or (told.signal if told else None)
+        if signum is not None:
+            who = "the launcher" if self._signal or told is None else f"rank {told.rank}"
+            name = signal.Signals(signum).name
+            print(f"torchbearer_ddp: {who} got {name}, all ranks have ended", file=sys.stderr)
+            raise SystemExit(128 + signum)
+        return [cloudpickle.loads(rank.body) for rank in self._ranks]
+
+
+def _error_of(rank: StartedRank) -> Exception:
+    message = rank.explain()
+    if rank.head.get("type") == LaunchError.__name__:
+        return LaunchError(message)
+    cause = rank.head.get("cause") if rank.importance == 2 else rank.rank
+    host = rank.head.get("cause_host") or rank.head.get("host") or socket.gethostname()
+    return WorkerError(message, rank=cause, host=host, exitcode=rank.process.returncode)
+
+
+def _pickled(worker: tuple[Any, ...]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(worker))
+    except Exception as error:
+        name = getattr(worker[0], "__qualname__", repr(worker[0]))
+        raise LaunchError(
+            f"The worker {name} or its arguments cannot be sent to other processes "
+            f"({type(error).__name__}: {error}). Open files, locks and connections inside the "
+            "worker instead of handing them over."
+        ) from error
+
+
+@contextmanager
+def _task_file(plan: Plan, payload: bytes) -> Iterator[BinaryIO]:
+    """What every rank reads: a file without a name, which is gone with the last process."""
+    head = {"path": sys.path, "argv": sys.argv, "plan": dataclasses.asdict(plan)}
+    with tempfile.TemporaryFile() as task:
+        task.write(json.dumps(head).encode() + b"\n" + payload)
+        task.flush()
+        yield task
