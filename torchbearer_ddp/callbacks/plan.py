@@ -55,5 +55,5 @@ def _shapes(state: Any) -> dict[str, str]:
 
 
 def _name(callback: Any) -> str:
-    inner = getattr(callback, "callback", None)
-    return f"{type(callback).__name__}({_name(inner)})" if inner else type(callback).__name__
+    # Not what RankZeroOnly wraps: ranks other than zero may not even have it.
+    return type(callback).__name__

@@ -1,0 +1,310 @@
+"""TensorBoard: what the run does, written by rank zero, on one axis that survives a resume."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torchbearer
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event, TaggedRunMetadata
+from tensorboardX.proto.summary_pb2 import Summary
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torchbearer.callbacks import Callback
+
+from torchbearer_ddp import collectives, randomness
+from torchbearer_ddp.callbacks.sync import SyncGradients
+from torchbearer_ddp.event_file import EventFile
+
+_GLOBAL_STEP = "global_step"
+
+
+class TensorBoard(Callback):  # type: ignore[misc]
+    """Writes metrics, learning rates, speed, and where the time of a step goes, for TensorBoard.
+
+    Rank zero writes, the other ranks only count: no :class:`.RankZeroOnly` is needed. Every point
+    is placed at the global step, the number of training steps since the first epoch. A resumed run
+    goes on at its step, and TensorBoard hides what the interrupted one had written beyond it.
+
+    A folder that cannot be written to, or a full disk, is a warning, once; training goes on.
+
+    Example: ::
+
+        >>> from torchbearer import Trial
+        >>> from torchbearer_ddp import TensorBoard, data_parallel
+        >>> trial = Trial(None, callbacks=[*data_parallel(), TensorBoard('runs/a')])
+
+    Args:
+        log_dir: The folder of this run, alone: TensorBoard shows one run per folder.
+        write_graph: True to write the model's graph (which needs the ``tensorboard`` package).
+        write_summary: True to write the Trial's description as text.
+        write_batch_metrics: True to write rank zero's metrics of single steps as they come.
+        write_epoch_metrics: True to write the metrics of each epoch, pooled over all ranks where
+            :class:`.SyncMetrics` is in the list.
+        batch_step_size: Batch metrics, learning rates, speed and times are written every so many
+            steps.
+
+    State Requirements:
+        - :attr:`torchbearer.state.METRICS`: The metrics to write
+        - :attr:`torchbearer.state.OPTIMIZER`: Its learning rates are written
+        - :attr:`torchbearer.state.X`: Its first dimension is the batch size
+        - :attr:`torchbearer.state.MODEL`: The model whose graph is written
+        - :attr:`torchbearer.state.HISTORY`: The steps of epochs that this callback has not seen
+        - :attr:`torchbearer.state.SELF`: The Trial to describe
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "./logs",
+        *,
+        write_graph: bool = True,
+        write_summary: bool = True,
+        write_batch_metrics: bool = True,
+        write_epoch_metrics: bool = True,
+        batch_step_size: int = 10,
+    ) -> None:
+        super().__init__()
+        if batch_step_size < 1:
+            raise ValueError(f"batch_step_size is {batch_step_size}: write every 1 step or more.")
+        self.log_dir = Path(log_dir)
+        self._write_graph = write_graph
+        self._write_summary = write_summary
+        self._write_batch_metrics = write_batch_metrics
+        self._write_epoch_metrics = write_epoch_metrics
+        self._batch_step_size = batch_step_size
+        self._step = 0
+        self._training = False
+        self._file: EventFile | None = None
+        self._failed = False
+        self._unwritten: set[str] = set()
+        self._speed = _Speed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The global step: the same on every rank, so any rank's checkpoint has it."""
+        return {_GLOBAL_STEP: self._step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> TensorBoard:
+        """Goes on at that step; what the folder holds beyond it is hidden from then on.
+
+        Args:
+            state_dict: What :meth:`state_dict` gave.
+        """
+        self._step = int(state_dict.get(_GLOBAL_STEP, 0))
+        self._close()
+        return self
+
+    def on_start(self, state: Any) -> None:
+        """Starts anew: the run before may have ended in an exception, without any hook."""
+        self._training = False
+        self._speed = _Speed()
+
+    def on_start_epoch(self, state: Any) -> None:
+        """The clock starts before the loader's iterator is made: waiting for data is time too."""
+        self._speed.start()
+
+    def on_start_training(self, state: Any) -> None:
+        """Whoever loads a checkpoint at the start has done so: the first step is known."""
+        if self._training:
+            return
+        self._training = True
+        # Where nobody kept this callback's state, the epochs done are still known.
+        self._step = self._step or _steps_of(state[torchbearer.HISTORY])
+        if collectives.is_rank_zero():
+            self._close()
+            self._open()
+            if self._write_summary:
+                text = "\n".join(f"    {line}" for line in str(state[torchbearer.SELF]).split("\n"))
+                self._write(Event(step=self._step, summary=summary.text("trial", text)))
+
+    def on_sample(self, state: Any) -> None:
+        """Counts a step as it begins: a checkpoint made at its end holds the right number."""
+        self._step += 1
+
+    def on_step_training(self, state: Any) -> None:
+        """The step is complete, its metrics and its time are known."""
+        if not collectives.is_rank_zero():
+            return
+        self._speed.stop(state)
+        if self._step == 1 and self._write_graph:
+            self._add_graph(state)
+        self._speed.start()
+        if self._step % self._batch_step_size:
+            return
+        values = self._speed.read()
+        for index, group in enumerate(getattr(state[torchbearer.OPTIMIZER], "param_groups", [])):
+            values[f"learning_rate/group_{index}"] = group["lr"]
+        if self._write_batch_metrics:
+            values.update(_tagged("batch", state[torchbearer.METRICS]))
+        self._add(values)
+
+    def on_end_epoch(self, state: Any) -> None:
+        """The epoch's metrics are final here, those of the validation among them.
+
+        ``evaluate`` ends with this hook, too: its results are kept apart from the epochs'.
+        """
+        if self._write_epoch_metrics and collectives.is_rank_zero():
+            kind = "epoch" if self._training else "evaluate"
+            self._add(_tagged(kind, state[torchbearer.METRICS]))
+
+    def on_end(self, state: Any) -> None:
+        """Gives the file back; everything is in it already."""
+        self._training = False
+        self._close()
+
+    def _add(self, values: dict[str, Any]) -> None:
+        found: list[Any] = []
+        for tag, value in values.items():
+            try:
+                for name, number in _numbers(tag, value):
+                    found += summary.scalar(name, number).value
+            except (TypeError, ValueError) as error:
+                if tag not in self._unwritten:
+                    self._unwritten.add(tag)
+                    warnings.warn(
+                        f"TensorBoard has no curve for {tag}: {error}.",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+        if found:
+            self._write(Event(step=self._step, summary=Summary(value=found)))
+
+    def _add_graph(self, state: Any) -> None:
+        try:
+            graph, statistics = _graph_of(state[torchbearer.MODEL], state[torchbearer.X])
+        except Exception as error:  # whatever a user's model raises when it is traced
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(
+                f"TensorBoard has no graph of the model: {reason}. Training goes on; "
+                "write_graph=False leaves the graph out.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._write(Event(graph_def=graph.SerializeToString()))
+        metadata = statistics.SerializeToString()
+        profile = TaggedRunMetadata(tag="profiler", run_metadata=metadata)
+        self._write(Event(tagged_run_metadata=profile))
+
+    def _write(self, event: Any) -> None:
+        if self._file is None:
+            self._open()
+        if self._file is not None:
+            try:
+                self._file.write(event)
+            except OSError as error:
+                self._give_up(error)
+
+    def _open(self) -> None:
+        if self._failed:
+            return
+        try:
+            # The points at this very step are the last ones that the run before was sure of.
+            self._file = EventFile(self.log_dir, first_step=self._step + 1 if self._step else 0)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._failed = True
+        self._close()
+        warnings.warn(
+            f"TensorBoard cannot write to {self.log_dir}: {error}. Training goes on without it; "
+            "make room or give another log_dir.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _Speed:
+    """Adds up the time and the samples of the steps since the last reading."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = self._samples = 0
+        self._seconds = self._waiting = self._moving = 0.0
+        self._exchanges = False
+
+    def start(self) -> None:
+        """A step begins now."""
+        self._since = time.perf_counter()
+
+    def stop(self, state: Any) -> None:
+        """The step is done."""
+        self._seconds += time.perf_counter() - self._since
+        self._steps += 1
+        self._samples += collectives.world_size() * _batch_size(state[torchbearer.X])
+        for callback in state[torchbearer.CALLBACK_LIST]:
+            if isinstance(callback, SyncGradients):
+                self._exchanges = True
+                self._waiting += callback.timing.waiting
+                self._moving += callback.timing.moving
+
+    def read(self) -> dict[str, Any]:
+        """The averages since the last reading; the three parts of a step add up to the whole."""
+        values = {"speed/samples_per_second": self._samples / max(self._seconds, 1e-9)}
+        if self._exchanges:
+            compute = max(0.0, self._seconds - self._waiting - self._moving)
+            parts = {"compute": compute, "waiting": self._waiting, "moving": self._moving}
+            for part, seconds in parts.items():
+                values[f"step_time_ms/{part}"] = 1000 * seconds / self._steps
+        self._clear()
+        return values
+
+
+def _batch_size(x: Any) -> int:
+    while isinstance(x, list | tuple | dict) and x:
+        x = next(iter(x.values())) if isinstance(x, dict) else x[0]
+    return int(x.shape[0]) if torch.is_tensor(x) and x.dim() else 1
+
+
+def _steps_of(history: list[dict[str, Any]]) -> int:
+    return sum(max(0, epoch.get(str(torchbearer.TRAIN_STEPS)) or 0) for epoch in history)
+
+
+def _tagged(kind: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    return {f"{kind}/{name}": value for name, value in metrics.items()}
+
+
+def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    """A metric may be a list, a dict or a tensor of numbers: each gets a tag of its own."""
+    if torch.is_tensor(value) or isinstance(value, numpy.ndarray):
+        value = value.item() if value.reshape(-1).shape[0] == 1 else value.tolist()
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        yield tag, float(value)
+        return
+    for key, each in items:
+        yield from _numbers(f"{tag}_{key}", each)
+
+
+def _graph_of(model: Any, x: Any) -> tuple[Any, Any]:
+    """The model's graph, traced on a copy: neither the model nor the random numbers change."""
+    # Only this function needs the tensorboard package, and not every run needs the graph.
+    from torch.utils.tensorboard._pytorch_graph import graph
+
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        model = model.module
+    with randomness.preserved(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer's, about values it takes for constants
+        # In evaluation mode no layer talks to other ranks, which are not here to answer.
+        traced: tuple[Any, Any] = graph(  # type: ignore[no-untyped-call]
+            copy.deepcopy(model).eval(), (x,)
+        )
+    return traced
