@@ -53,7 +53,10 @@ class Spy(Callback):
 
     def on_backward(self, state):
         self.seen.append(
-            [None if p.grad is None else p.grad.clone() for p in state[torchbearer.MODEL].parameters()]
+            [
+                None if p.grad is None else p.grad.clone()
+                for p in state[torchbearer.MODEL].parameters()
+            ]
         )
 
 
@@ -144,8 +147,11 @@ def test_a_model_of_another_dtype(dtype):
     def body():
         model = nn.Linear(6, 2).to(dtype)
         trial = Trial(
-            model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.mse_loss,
-            callbacks=sync(), verbose=0,
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            nn.functional.mse_loss,
+            callbacks=sync(),
+            verbose=0,
         ).to(dtype)
         torch.manual_seed(collectives.rank())
         trial.with_train_data(torch.randn(8, 6), torch.randn(8, 2), 4, num_workers=0).run(1)
@@ -200,8 +206,13 @@ def test_sparse_gradients_stay_sparse():
     model, spy = Words(), Spy()
     rank = collectives.rank()
     x = torch.full((4, 1), float(rank))
-    train(model, [spy, *sync()], data=(x, torch.zeros(4, 2)), steps=1,
-          optimizer=torch.optim.SparseAdam(model.parameters()))
+    train(
+        model,
+        [spy, *sync()],
+        data=(x, torch.zeros(4, 2)),
+        steps=1,
+        optimizer=torch.optim.SparseAdam(model.parameters()),
+    )
     gradient = spy.seen[0][0]
     assert gradient.is_sparse
     assert gradient.coalesce().indices().tolist() == [[0, 1]]
@@ -215,9 +226,13 @@ def test_weighted_by_batch_size():
         nn.init.zeros_(model.weight)
         rank = collectives.rank()
         n = 3 if rank else 1
-        trial = Trial(model, torch.optim.SGD(model.parameters(), 0.0),
-                      lambda p, t: ((p - t) ** 2).mean(), callbacks=[spy, *sync(weighted=weighted)],
-                      verbose=0)
+        trial = Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.0),
+            lambda p, t: ((p - t) ** 2).mean(),
+            callbacks=[spy, *sync(weighted=weighted)],
+            verbose=0,
+        )
         x, y = torch.ones(n, 1), torch.full((n, 1), 1.0 if rank else 5.0)
         trial.with_train_data(x, y, batch_size=4, num_workers=0).run(1)
         return spy.seen[0][0].item()
@@ -296,8 +311,9 @@ def test_parameters_that_only_the_optimizer_knows_are_averaged_too():
     scale = nn.Parameter(torch.full((1,), 1.0 + collectives.rank()))
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     x, y = torch.randn(8, 6) * (1 + collectives.rank()), torch.randn(8, 2)
-    trial = Trial(model, optimizer, lambda p, t: ((p * scale - t) ** 2).mean(), callbacks=sync(),
-                  verbose=0)
+    trial = Trial(
+        model, optimizer, lambda p, t: ((p * scale - t) ** 2).mean(), callbacks=sync(), verbose=0
+    )
     trial.with_train_data(x, y, batch_size=4, num_workers=0).run(1)
     values = collectives.all_gather(scale.detach(), "scales")
     assert torch.equal(values[0], values[1])
@@ -362,3 +378,87 @@ def test_a_run_can_follow_a_stopped_one():
     trial.run(2)
     assert len(trial.state[torchbearer.HISTORY]) == 2
     assert_replicas_equal(model)
+
+
+def weights_after(world_batch, callbacks, take):
+    """Trains on a fixed stream of samples, of which ``take`` says which are this rank's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(96, 6, generator=generator), torch.randn(96, 2, generator=generator)
+    data = torch.utils.data.TensorDataset(x[take], y[take])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trial = Trial(model, optimizer, nn.functional.mse_loss, callbacks=callbacks, verbose=0)
+    trial.with_train_generator(torch.utils.data.DataLoader(data, world_batch)).run(2)
+    return flat(model)
+
+
+@ranks(2)
+def test_accumulated_batches_step_like_one_larger_batch():
+    mine = weights_after(
+        4, [*sync(accumulate=3)], slice(collectives.rank(), None, 2)
+    )  # 12 batches of 4 on each rank: 4 steps an epoch
+    one_process = weights_after(24, [], slice(None))
+    assert torch.allclose(mine, one_process, atol=1e-6)
+
+
+def test_accumulation_in_a_single_process_and_with_a_rest():
+    accumulated = weights_after(4, [SyncGradients(accumulate=5)], slice(0, 48))
+    # 12 batches: steps on 5, 5 and the remaining 2
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(96, 6, generator=generator), torch.randn(96, 2, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for start, end in ((0, 20), (20, 40), (40, 48)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[start:end]), y[start:end]).backward()
+            optimizer.step()
+    assert torch.allclose(accumulated, flat(model), atol=1e-6)
+
+
+@ranks(2)
+def test_a_stop_asked_for_while_gradients_are_held():
+    @on_step_training
+    def stop(state):
+        if collectives.rank() == 1 and state[torchbearer.BATCH] == 3:
+            state[torchbearer.STOP_TRAINING] = True
+
+    taken, _ = steps_taken([*sync(accumulate=3), stop], steps=12)
+    assert collectives.all_gather(taken, "steps taken") == [6, 6]
+
+
+@ranks(2)
+def test_buckets_sent_during_backward_hold_the_same_average():
+    def train_with(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+        train(model, sync(**options), steps=4)
+        return flat(model)
+
+    one = train_with(transport="gloo")
+    many = train_with(transport="gloo", bucket_mb=1e-4)
+    assert torch.allclose(one, many, atol=1e-7)
+
+
+@ranks(2)
+def test_a_closure_that_runs_backward_twice_while_buckets_travel():
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = nn.functional.mse_loss(
+            state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE]
+        )
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        (state[torchbearer.LOSS] / 2).backward(retain_graph=True)
+        (state[torchbearer.LOSS] / 2).backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    def train_with(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+        train(model, sync(transport="gloo", bucket_mb=1e-4), steps=4, **options)
+        return flat(model)
+
+    assert torch.allclose(train_with(), train_with(closure=closure), atol=1e-6)

@@ -22,7 +22,11 @@ def network():
 def trial_for(model, callbacks=(), optimizer=None, **kwargs):
     optimizer = optimizer or torch.optim.Adam(model.parameters())
     trial = Trial(
-        model, optimizer, nn.functional.mse_loss, ["loss"], [SyncModel(), SyncGradients(), *callbacks],
+        model,
+        optimizer,
+        nn.functional.mse_loss,
+        ["loss"],
+        [SyncModel(), SyncGradients(), *callbacks],
         verbose=0,
     )
     generator = torch.Generator().manual_seed(collectives.rank())
@@ -60,7 +64,10 @@ def test_weights_loaded_on_rank_zero_alone_reach_everybody():
     if collectives.is_rank_zero():
         trained = network()
         donor = Trial(
-            trained, torch.optim.Adam(trained.parameters()), nn.functional.mse_loss, ["loss"],
+            trained,
+            torch.optim.Adam(trained.parameters()),
+            nn.functional.mse_loss,
+            ["loss"],
             verbose=0,
         )
         donor.with_train_data(torch.ones(8, 3), torch.ones(8, 2), 4, num_workers=0).run(2)
@@ -116,8 +123,11 @@ def test_drift_is_not_looked_for_when_told_so():
                 model[2].bias += 1
 
     trial = Trial(
-        model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.mse_loss,
-        callbacks=[SyncModel(check=0), SyncGradients(), drift], verbose=0,
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        nn.functional.mse_loss,
+        callbacks=[SyncModel(check=0), SyncGradients(), drift],
+        verbose=0,
     )
     trial.with_train_data(torch.ones(8, 3), torch.ones(8, 2), 4, num_workers=0).run(1)
     biases = collectives.all_gather(model[2].bias.detach(), "biases")

@@ -8,14 +8,15 @@ import torch
 import torchbearer
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbearer_ddp import collectives, process_group, randomness, replicas
+from torchbearer_ddp import collectives, process_group, randomness, replicas, signals
 from torchbearer_ddp.announce import announce
 from torchbearer_ddp.callbacks import plan
+from torchbearer_ddp.callbacks.accumulation import Accumulation
 from torchbearer_ddp.callbacks.ordering import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.reducer.buckets import BUCKET_BYTES
 from torchbearer_ddp.reducer.header import Answer, Note
-from torchbearer_ddp.reducer.reducer import Reducer, Timing
+from torchbearer_ddp.reducer.reducer import Options, Reducer, Timing
 
 
 class SyncModel(OrderedCallback):
@@ -143,6 +144,8 @@ class SyncGradients(OrderedCallback):
         weighted: Average by batch size instead of equally, for batches that differ between ranks.
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
         bucket_mb: The size of a bucket in MiB.
+        accumulate: Exchange gradients and step every so many batches, on their average: what one
+            step with so many times the batch would do. The rest of an epoch makes a smaller one.
 
     State Requirements:
         - :attr:`torchbearer.state.MODEL`: The model whose gradients are averaged
@@ -155,6 +158,7 @@ class SyncGradients(OrderedCallback):
     # may ask to stop: only then is their wish known.
     order = {
         "on_start": FIRST,
+        "on_criterion": LAST,
         "on_backward": FIRST,
         "on_step_training": LAST,
         "on_end_training": LAST + 1,
@@ -167,18 +171,24 @@ class SyncGradients(OrderedCallback):
         weighted: bool = False,
         transport: str = "auto",
         bucket_mb: float = BUCKET_BYTES / 2**20,
+        accumulate: int = 1,
     ) -> None:
         super().__init__()
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must have a size above 0.")
-        self._weighted = weighted
-        self._transport = transport
-        self._bucket_bytes = int(bucket_mb * 2**20)
+        self._options = Options(transport, weighted, int(bucket_mb * 2**20))
+        self._accumulation = Accumulation(accumulate)
         self._reducer: Reducer | None = None
         self._trained: list[tuple[str, torch.nn.Parameter]] = []
         self._frozen: list[bool] = []
         self._asked = False
+        self._ran_backward = False
         self._answer: Answer | None = None
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True while gradients of some batches wait for those of the next ones."""
+        return self._accumulation.holds_gradients
 
     @property
     def timing(self) -> Timing:
@@ -194,7 +204,7 @@ class SyncGradients(OrderedCallback):
 
     def on_start_training(self, state: Any) -> None:
         """Each epoch anew: layers may have been added, moved or replaced in between."""
-        self._asked = False
+        self._asked = self._ran_backward = False
         self._answer = None
         if collectives.world_size() > 1:
             trained = replicas.trained_tensors(
@@ -204,8 +214,17 @@ class SyncGradients(OrderedCallback):
                 self._close()
                 self._trained = trained
 
+    def on_criterion(self, state: Any) -> None:
+        """Right before backward: from here on a full bucket may travel while backward runs."""
+        self._accumulation.restore()
+        if self._reducer is not None and not self._accumulation.goes_on(state):
+            self._reducer.begin(_batch_size(state))
+
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and nobody has used them yet."""
+        self._ran_backward = True
+        if self._accumulation.hold(state):
+            return
         group = process_group.current()
         if group is None or group.member.world_size == 1:
             return
@@ -213,7 +232,8 @@ class SyncGradients(OrderedCallback):
         if self._reducer is None or frozen != self._frozen:
             self._frozen = frozen
             self._reducer = self._new_reducer(group, state)
-        note = Note(0, _batch_size(state), stop=self._asked, signal=_signal())
+        signum = signals.requested() or 0
+        note = Note(0, _batch_size(state), stop=self._asked or signum > 0, signal=signum)
         if _closure_decides(state):
             note.loss = float(state[torchbearer.LOSS].detach())
         self._answer = self._reducer.reduce(note)
@@ -225,17 +245,22 @@ class SyncGradients(OrderedCallback):
     def on_step_training(self, state: Any) -> None:
         """After every callback that may ask to stop at this step."""
         if collectives.world_size() == 1:
+            if signals.requested():
+                state[torchbearer.STOP_TRAINING] = True
             return
-        if self._answer is None:
+        if not self._ran_backward:
             raise DesyncError(
                 "This step ended without on_backward being called, so the gradients were not "
                 "averaged. A custom closure must call "
                 "state[torchbearer.CALLBACK_LIST].on_backward(state) after backward."
             )
-        asked, agreed = state[torchbearer.STOP_TRAINING], self._answer.stop
-        self._answer, self._asked = None, bool(asked)
-        # The others do not know of a new request yet: leave the loop with them, one step later.
-        state[torchbearer.STOP_TRAINING] = agreed
+        answer, self._answer, self._ran_backward = self._answer, None, False
+        self._asked = self._asked or bool(state[torchbearer.STOP_TRAINING])
+        # The others do not know of a new request yet: leave the loop with them, at the next
+        # exchange.
+        state[torchbearer.STOP_TRAINING] = answer is not None and answer.stop
+        if answer is not None and answer.signal:
+            signals.request(answer.signal)
 
     def on_end_training(self, state: Any) -> None:
         """A request made at the last step or since has no gradient to travel with."""
@@ -248,11 +273,18 @@ class SyncGradients(OrderedCallback):
     def on_end(self, state: Any) -> None:
         """Gives the buckets back: the gradients stay valid, in memory of their own."""
         self._close()
+        signals.stop_asking()
 
     def _agree(self, state: Any, name: str) -> None:
-        if collectives.world_size() > 1:
-            asked = self._asked or bool(state[torchbearer.STOP_TRAINING])
-            self._asked = state[torchbearer.STOP_TRAINING] = collectives.any_rank(asked, name)
+        if collectives.world_size() == 1:
+            return
+        signum = signals.requested() or 0
+        asked = self._asked or bool(state[torchbearer.STOP_TRAINING]) or signum > 0
+        everyone = collectives.all_gather((asked, signum), name)
+        self._asked = any(each for each, _ in everyone)
+        state[torchbearer.STOP_TRAINING] = self._asked
+        if last := max(number for _, number in everyone):
+            signals.request(last)
 
     def _new_reducer(self, group: process_group.Group, state: Any) -> Reducer:
         first = self._reducer is None
@@ -267,11 +299,9 @@ class SyncGradients(OrderedCallback):
         wrapped = isinstance(model, DistributedDataParallel)
         reducer = Reducer(
             group,
-            [] if wrapped else trained,
+            [] if wrapped else [parameter for _, parameter in trained],
             _sparse_parameters(model),
-            transport=self._transport,
-            weighted=self._weighted,
-            bucket_bytes=self._bucket_bytes,
+            self._options,
         )
         if first and wrapped:
             announce("the model is wrapped in DistributedDataParallel, which averages gradients")
@@ -308,7 +338,3 @@ def _batch_size(state: Any) -> int:
 def _closure_decides(state: Any) -> bool:
     """LBFGS looks at the loss to decide how often to call the closure."""
     return isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS)
-
-
-def _signal() -> int:
-    return 0

@@ -77,7 +77,7 @@ def allocate(
     """
     for bucket in buckets:
         extra = header if bucket is buckets[-1] else 0
-        bucket.flat = transport.allocate(bucket.numel + extra, bucket.dtype, bucket.device)
+        bucket.flat = transport.allocate(bucket.numel + extra, bucket.dtype, bucket.device, extra)
         offset = 0
         for index in bucket.indices:
             parameter = parameters[index]
@@ -89,6 +89,12 @@ def header_of(buckets: list[Bucket], rank: int, world_size: int) -> Header:
     """The header at the end of the last bucket."""
     last = buckets[-1]
     return Header(last.flat[last.numel :], rank, world_size)
+
+
+def views(buckets: list[Bucket], count: int) -> list[torch.Tensor]:
+    """The parameters' places, by parameter."""
+    found = {i: v for b in buckets for i, v in zip(b.indices, b.views, strict=True)}
+    return [found[index] for index in range(count)]
 
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ class CollectiveTransport:
 
     def __init__(self, group: Group, name: str) -> None:
         self.name = name
+        self.overlaps = True
         self._group = group
         self._works: dict[int, Any] = {}
         self._headers: dict[int, int] = {}

@@ -13,9 +13,9 @@ import numpy
 import numpy.typing
 import torch
 
-#: A step number must be exact in single precision, also after the sum was scaled and back.
-_STEP_MODULUS = 2**16
-_FIELDS = 6
+#: A step number must be exact in single precision.
+_STEP_MODULUS = 2**22
+_FIELDS = 7
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Note:
         signal: The number of the signal this rank has received, or 0.
         seconds: How long this rank took since the last exchange.
         loss: The loss behind this gradient.
+        again: True if gradients have changed since they were sent.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Note:
     signal: int = 0
     seconds: float = 0.0
     loss: float = 0.0
+    again: bool = False
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Answer:
         signal: The largest signal number any rank has received, or 0.
         slowest: The longest any rank took since the last exchange, in seconds.
         loss: The mean loss over all ranks.
+        again: True if any rank's gradients have changed since they were sent.
         used: One entry per parameter: whether any rank has a gradient for it.
     """
 
@@ -59,6 +62,7 @@ class Answer:
     signal: int
     slowest: float
     loss: float
+    again: bool
     used: numpy.typing.NDArray[numpy.bool_]
 
 
@@ -101,28 +105,26 @@ class Header:
             note.signal,
             note.seconds,
             note.loss,
+            note.again,
         )
         values[self._rows :] = 1 if used is None else used
         if not self._on_host:
             self._place.copy_(torch.from_numpy(values))
 
-    def read(self, unscale: float = 1.0) -> Answer:
-        """Reads everybody's parts, after the bucket was summed.
-
-        Args:
-            unscale: What undoes the factor that the transport multiplied the sum with.
-        """
+    def read(self) -> Answer:
+        """Reads everybody's parts, after the bucket was summed."""
         values = self._values if self._on_host else self._place.cpu().numpy()
-        rows = (values[: self._rows] * unscale).reshape(-1, _FIELDS)
+        rows = values[: self._rows].reshape(-1, _FIELDS)
         # One call for what is a handful of numbers: python's own arithmetic is faster on those.
-        steps, samples, stops, signals, seconds, losses = zip(*rows.tolist(), strict=True)
+        steps, samples, stops, signals, seconds, losses, again = zip(*rows.tolist(), strict=True)
         return Answer(
-            steps=[round(step) for step in steps],
-            samples=float(round(sum(samples))),
+            steps=[int(step) for step in steps],
+            samples=sum(samples),
             stop=any(stops),
-            signal=round(max(signals)),
+            signal=int(max(signals)),
             slowest=max(seconds),
             loss=sum(losses) / len(losses),
+            again=any(again),
             used=values[self._rows :] > 0,
         )
 

@@ -14,6 +14,7 @@ from torchbearer_ddp.process_group import Group
 from torchbearer_ddp.reducer import buckets as layout
 from torchbearer_ddp.reducer import choice
 from torchbearer_ddp.reducer.header import Answer, Header, Note, in_step
+from torchbearer_ddp.reducer.overlap import Overlap
 from torchbearer_ddp.waiting import Wait
 
 
@@ -32,51 +33,58 @@ class Timing:
     moving: float
 
 
-class Reducer:
-    """Exchanges the gradients of a fixed set of parameters.
+@dataclass(frozen=True)
+class Options:
+    """How gradients are exchanged.
 
     Args:
-        group: The group of all ranks.
-        parameters: What is trained, with names, the same on every rank.
-        sparse: The parameters (by identity) whose gradients are sparse.
         transport: The name of the transport, or ``auto``.
         weighted: True to weight each rank by its batch size.
         bucket_bytes: The size of a bucket.
     """
 
+    transport: str = "auto"
+    weighted: bool = False
+    bucket_bytes: int = layout.BUCKET_BYTES
+
+
+class Reducer:
+    """Exchanges the gradients of a fixed set of parameters.
+
+    A step is :meth:`begin`, then backward (which may send full buckets on its own), then
+    :meth:`reduce`.
+
+    Args:
+        group: The group of all ranks.
+        parameters: What is trained, the same on every rank.
+        sparse: The parameters (by identity) whose gradients are sparse.
+        options: How to exchange them.
+    """
+
     def __init__(
         self,
         group: Group,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Sequence[torch.nn.Parameter],
         sparse: set[int],
-        *,
-        transport: str,
-        weighted: bool,
-        bucket_bytes: int,
+        options: Options,
     ) -> None:
-        self._group = group
-        self._weighted = weighted
-        self._names = [name for name, _ in parameters]
-        self._parameters = [p for _, p in parameters]
-        self._dense = [p for p in self._parameters if id(p) not in sparse]
-        self._sparse = [p for p in self._parameters if id(p) in sparse]
-        self._buckets = layout.plan(self._dense, bucket_bytes)
-        device = self._buckets[-1].device
-        self._transport, self.choice = choice.choose(group, transport, device)
         world = group.member.world_size
-        layout.allocate(
-            self._buckets,
-            self._dense,
-            self._transport,
-            Header.size(world, len(self._dense)),
+        self._group = group
+        self._weighted = options.weighted
+        self._dense = [p for p in parameters if id(p) not in sparse]
+        self._sparse = [p for p in parameters if id(p) in sparse]
+        self._buckets = layout.plan(self._dense, options.bucket_bytes)
+        header = Header.size(world, len(self._dense))
+        self._transport, self.choice = choice.choose(
+            group,
+            options.transport,
+            self._buckets[-1].device,
+            sum(b.numel * b.dtype.itemsize for b in self._buckets) + 8 * header,
         )
+        layout.allocate(self._buckets, self._dense, self._transport, header)
         self._header = layout.header_of(self._buckets, group.member.rank, world)
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._dense)
-        for bucket in self._buckets:
-            for index, view in zip(bucket.indices, bucket.views, strict=True):
-                self._views[index] = view
-        # The weights' sum is only known from the header, so a weighted sum is scaled afterwards.
-        self._scale = 1.0 if weighted else 1.0 / world
+        self._views = layout.views(self._buckets, len(self._dense))
+        self._overlap = Overlap(self._dense, self._buckets) if self._transport.overlaps else None
         self._step = 0
         self._since = time.perf_counter()
         self.timing = Timing(0.0, 0.0, 0.0)
@@ -86,7 +94,33 @@ class Reducer:
         for parameter, view in zip(self._dense, self._views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
+        self._stop_overlap()
         self._transport.close()
+
+    def _stop_overlap(self) -> None:
+        if self._overlap is not None:
+            self._overlap.close()
+            self._overlap = None
+
+    def begin(self, batch_size: int) -> None:
+        """Announces a backward pass: from here on a full bucket is sent while backward still runs.
+
+        Args:
+            batch_size: The number of samples behind the gradients to come.
+        """
+        if self._overlap is None:
+            return
+        if any(parameter.grad is not None for parameter in self._dense):
+            return  # it would be added to in place, perhaps while it is sent
+        wait = Wait(self._group, self._activity())
+        weight = self._weight(batch_size)
+
+        def send(bucket: layout.Bucket) -> None:
+            gradients = [_gradient(self._dense[index]) for index in bucket.indices]
+            torch._foreach_copy_(bucket.views, gradients)
+            self._transport.start(bucket.flat, wait, weight)
+
+        self._overlap.arm(send, wait)
 
     def reduce(self, note: Note) -> Answer:
         """Replaces every gradient by its average over all ranks.
@@ -95,21 +129,24 @@ class Reducer:
         others count as zero.
 
         Args:
-            note: What this rank says; the step is filled in here.
+            note: What this rank says; the step and the time are filled in here.
 
         Raises:
             DesyncError: If the ranks are not at the same step.
         """
         started = time.perf_counter()
         note.step, note.seconds = self._step, started - self._since
-        wait = Wait(self._group, f"the gradients of exchange {self._step}")
-        used = self._fill(note)
-        for bucket in self._buckets:
-            self._transport.start(bucket.flat, wait, self._scale)
-        for bucket in self._buckets:
-            self._transport.finish(bucket.flat, wait)
-        answer = self._header.read(1.0 / self._scale)
-        self._check(answer)
+        sent, wait, note.again = (
+            self._overlap.disarm() if self._overlap is not None else (0, None, False)
+        )
+        wait = wait or Wait(self._group, self._activity())
+        used = self._gather(sent)
+        answer = self._exchange(note, used, wait, sent)
+        if answer.again:
+            # Backward ran more than once, so what was sent on the way was not the whole.
+            self._stop_overlap()
+            self._gather()
+            answer = self._exchange(note, used, Wait(self._group, f"{self._activity()}, again"))
         self._hand_out(answer, used)
         if self._sparse:
             self._reduce_sparse(note, answer)
@@ -120,45 +157,56 @@ class Reducer:
         self.timing = Timing(note.seconds, waiting, max(0.0, self._since - started - waiting))
         return answer
 
-    def _fill(self, note: Note) -> list[bool] | None:
-        """Copies the gradients to their places; returns which there are, or None for all."""
+    def _activity(self) -> str:
+        return f"the gradients of exchange {self._step}"
+
+    def _weight(self, batch_size: int) -> float:
+        """What this rank counts; the sum of batch sizes is only known from the header."""
+        return batch_size if self._weighted else 1.0 / self._group.member.world_size
+
+    def _gather(self, sent: int = 0) -> list[bool]:
+        """Copies the gradients to their places; returns which parameters have one.
+
+        Args:
+            sent: How many buckets are under way already, and must not be touched.
+        """
+        used = [parameter.grad is not None for parameter in self._dense]
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        missing = False
-        used = []
-        for parameter, view in zip(self._dense, self._views, strict=True):
-            gradient = parameter.grad
-            used.append(gradient is not None)
-            if gradient is None:
-                missing = True
-                view.zero_()
-            elif gradient is not view:
-                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-                places.append(view)
+        for bucket in self._buckets[sent:]:
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                parameter = self._dense[index]
+                if parameter.grad is None:
+                    view.zero_()
+                elif parameter.grad is not view:
+                    sources.append(_gradient(parameter))
+                    places.append(view)
         if places:
             torch._foreach_copy_(places, sources)
+        return used
+
+    def _exchange(self, note: Note, used: list[bool], wait: Wait, sent: int = 0) -> Answer:
+        self._header.write(note, None if all(used) else used)
+        weight = self._weight(note.batch_size)
+        for bucket in self._buckets[sent:]:
+            self._transport.start(bucket.flat, wait, weight)
+        for bucket in self._buckets:
+            self._transport.finish(bucket.flat, wait)
+        answer = self._header.read()
+        if not in_step(answer, self._step):
+            self._group.broken = True
+            steps = "; ".join(f"rank {r} at {step}" for r, step in enumerate(answer.steps))
+            raise DesyncError(
+                f"The ranks exchanged gradients of different steps: {steps}. Every rank must run "
+                "the same number of backward passes: look for a step that only some ranks take."
+            )
+        return answer
+
+    def _hand_out(self, answer: Answer, used: list[bool]) -> None:
         if self._weighted:
             for bucket in self._buckets:
-                bucket.flat[: bucket.numel].mul_(note.batch_size)
-        marks = used if missing else None
-        self._header.write(note, marks)
-        return marks
-
-    def _check(self, answer: Answer) -> None:
-        if in_step(answer, self._step):
-            return
-        self._group.broken = True
-        steps = "; ".join(f"rank {r} at {step}" for r, step in enumerate(answer.steps))
-        raise DesyncError(
-            f"The ranks exchanged gradients of different steps: {steps}. Every rank must run the "
-            "same number of backward passes: look for a step that only some ranks take."
-        )
-
-    def _hand_out(self, answer: Answer, used: list[bool] | None) -> None:
-        if self._weighted:
-            for bucket in self._buckets:
-                bucket.flat[: bucket.numel].mul_(1.0 / self._divisor(answer))
-        if used is None:  # used here, so used: nothing to look up
+                bucket.flat[: bucket.numel].mul_(1.0 / max(answer.samples, 1.0))
+        if all(used):  # used here, so used: nothing to look up
             for parameter, view in zip(self._dense, self._views, strict=True):
                 if parameter.grad is not view:
                     parameter.grad = view
@@ -168,14 +216,11 @@ class Reducer:
         ):
             parameter.grad = view if somewhere else None
 
-    def _divisor(self, answer: Answer) -> float:
-        if not self._weighted:
-            return float(self._group.member.world_size)
-        return max(answer.samples, 1.0)
-
     def _reduce_sparse(self, note: Note, answer: Answer) -> None:
         """Sparse gradients are gathered: summing them densely would cost the whole table."""
-        weight = (note.batch_size if self._weighted else 1) / self._divisor(answer)
+        weight = self._weight(note.batch_size)
+        if self._weighted:
+            weight /= max(answer.samples, 1.0)
         mine = []
         for parameter in self._sparse:
             gradient = parameter.grad
@@ -188,6 +233,14 @@ class Reducer:
         for parameter, *parts in zip(self._sparse, *everyone, strict=True):
             present = [part for part in parts if part is not None]
             parameter.grad = _combine(present, parameter) if present else None
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient as a dense tensor: an operation may give a sparse one unasked."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _combine(

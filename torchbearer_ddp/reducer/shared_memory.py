@@ -310,6 +310,7 @@ class SharedMemoryTransport:
     """
 
     name = "shm"
+    overlaps = False
 
     def __init__(self, group: Group, local: list[Process]) -> None:
         self._hood = Neighbourhood(group, local)

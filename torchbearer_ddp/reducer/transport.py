@@ -18,6 +18,8 @@ class Transport(Protocol):
     """
 
     name: str
+    #: True if a bucket makes progress between ``start`` and ``finish``.
+    overlaps: bool
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
