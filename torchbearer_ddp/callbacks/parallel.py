@@ -1,0 +1,27 @@
+"""The standard list of callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchbearer_ddp.callbacks.metrics import SyncMetrics
+from torchbearer_ddp.callbacks.ordering import OrderedCallback
+from torchbearer_ddp.callbacks.shard import ShardData
+from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
+
+
+def data_parallel(*, shard: bool = True, **options: Any) -> list[OrderedCallback]:
+    """What makes a Trial data-parallel, in the right order.
+
+    Example: ::
+
+        >>> from torchbearer import Trial
+        >>> from torchbearer_ddp import data_parallel
+        >>> trial = Trial(None, callbacks=[*data_parallel(weighted=True)])
+
+    Args:
+        shard: False if the loaders already give each rank its own share.
+        options: Passed on to :class:`SyncGradients`.
+    """
+    sharding = [ShardData()] if shard else []
+    return [SyncModel(), *sharding, SyncGradients(**options), SyncMetrics()]
