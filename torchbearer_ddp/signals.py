@@ -77,7 +77,7 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     free = [s for s in extra if signal.getsignal(s) == signal.SIG_DFL]
     signums = [signal.SIGTERM, signal.SIGINT, *free]
     _state = _State()
-    previous = {s: signal.signal(s, _handle) for s in signums}
+    previous = {s: signal.signal(s, handle) for s in signums}
     watchdog = _Watchdog(grace, signums)
     try:
         yield
@@ -87,11 +87,15 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _handle(signum: int, frame: FrameType | None) -> None:
+def handle(signum: int, frame: FrameType | None) -> None:
+    """Notes the request; interrupts only where training does not ask, or asks for too long."""
     now = time.monotonic()
     if _state.requested is not None:
-        if now - _state.at > _ECHO_SECONDS:
+        if signum == signal.SIGUSR2:
+            _state.requested = signum  # Slurm says why its SIGTERM came: the job is to go on later
+        elif _state.requested != signal.SIGUSR2 and now - _state.at > _ECHO_SECONDS:
             end(signum)
+        # A SIGTERM after SIGUSR2 is Slurm's last word before SIGKILL: use what time is left.
         return
     _state.requested, _state.at = signum, now
     if _state.asked:
