@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torchbearer_ddp import environments
-from torchbearer_ddp.process_group import DEFAULT_TIMEOUT, Member
+from torchbearer_ddp.rendezvous import DEFAULT_TIMEOUT, Member
 
 LAUNCHERS = ("auto", "inline", "spawn", "rank", "torchrun", "srun", "slurm")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
@@ -110,9 +110,9 @@ class Plan:
         else:
             ranks = f"{self.world_size} ranks, meeting at {self.host}:{self.port}"
         how = f"{self.backend} on {self.device}" if self.world_size > 1 else f"on {self.device}"
-        each = " each" if self.world_size > 1 else ""
-        plural = "" if threads == 1 else "s"
-        return f"torchbearer_ddp: {ranks} ({self.reason}), {how}, {threads} thread{plural}{each}"
+        share = f", {threads} thread{'s' * (threads > 1)}{' each' * (self.world_size > 1)}"
+        # Where ranks share a host that only the roll call knows of, so is their share of it.
+        return f"torchbearer_ddp: {ranks} ({self.reason}), {how}{share * (self.local_rank >= 0)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

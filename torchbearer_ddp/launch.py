@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchbearer_ddp import process_group, signals, waiting, worker
+from torchbearer_ddp import process_group, rendezvous, signals, waiting, worker
 from torchbearer_ddp.arguments import Plan, make_plan, merge, read_flags, read_options
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.supervision import Supervisor
@@ -110,32 +111,30 @@ def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
     """Starts the ranks of this host, which meet in a store that this process holds or reaches."""
     base = None
     if plan.serve:
-        base = process_group.serve_store(plan.host, plan.port, plan.timeout)
+        base = rendezvous.serve_store(plan.host, plan.port, plan.timeout)
         plan = dataclasses.replace(plan, port=base.port)
     if plan.seed is None:
         # The seed that the script has set, if it has, is the one that a single process would use.
         plan = dataclasses.replace(plan, seed=torch.initial_seed())
 
     def tell_the_others(rank: int, text: str) -> None:
-        store = base
-        try:
-            if store is None:
-                store = process_group.connect(plan.host, plan.port, _WORD_SECONDS)
-        except LaunchError:
-            return  # the host that holds the store is gone, and so are its ranks
-        waiting.leave_word(process_group.run_store(store, plan.prefix), rank, text)
+        with contextlib.suppress(LaunchError):  # the store's host is gone, and so are its ranks
+            store = base or rendezvous.connect(plan.host, plan.port, _WORD_SECONDS)
+            waiting.leave_word(rendezvous.run_store(store, plan.prefix), rank, text)
 
     threads = None if "OMP_NUM_THREADS" in os.environ else _threads(plan)
+    seconds = rendezvous.ABANDON_SECONDS
     try:
-        return Supervisor(plan, threads, tell_the_others).run(task)
+        results = Supervisor(plan, threads, tell_the_others).run(task)
+        seconds = rendezvous.LEAVE_SECONDS
+        return results
     except DistributedError as error:
         _show_only_the_message(error, 1)
         raise
     finally:
         if base is not None and plan.world_size > plan.local_world_size:
-            process_group.await_departures(
-                process_group.run_store(base, plan.prefix), plan.world_size
-            )
+            store = rendezvous.run_store(base, plan.prefix)
+            rendezvous.await_departures(store, plan.world_size, seconds)
 
 
 def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:

@@ -1,65 +1,40 @@
-"""Join and leave the group of ranks: rendezvous, device, threads, seed, timeout.
-
-Everything here is bounded by the timeout as a whole. The ranks first meet in the store (the roll
-call), where a missing rank, two processes with one rank, or nodes that disagree on the world size
-are found and named; only then is torch's process group made.
-"""
+"""Join and leave the group of ranks: rendezvous, device, threads, seed, timeout."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
-import errno
-import json
 import os
-import pathlib
 import platform
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+# torch.distributed has these names as well, but its types do not say so.
+from torch._C._distributed_c10d import PrefixStore, Store
+
 from torchbearer_ddp import randomness
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.network import interface_of, loopback, route_to
+from torchbearer_ddp.rendezvous import (
+    ABANDON_SECONDS,
+    LEAVE_SECONDS,
+    Member,
+    connect,
+    depart,
+    in_time,
+    roll_call,
+    run_store,
+    serve_store,
+)
 
-DEFAULT_TIMEOUT = 300.0
 #: The first step may compile, download or fill caches, so it may take this many timeouts.
 FIRST_STEP_TIMEOUTS = 4
-_POLL_SECONDS = 0.02
-_LEAVE_SECONDS = 3.0
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Member:
-    """Which rank this process is, and where the others find it.
-
-    Args:
-        rank: The rank in the world.
-        world_size: The number of ranks.
-        local_rank: The rank on this host, or -1 to let the roll call find it.
-        local_world_size: The number of ranks on this host; the roll call finds it likewise.
-        device: The device this rank computes on; plain ``cuda`` is the GPU of the local rank.
-        backend: torch.distributed's name of the backend.
-        timeout: Seconds that any wait for other ranks may take.
-        seed: The base seed, or None for the one in force on rank zero.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: str = "cpu"
-    backend: str = "gloo"
-    timeout: float = DEFAULT_TIMEOUT
-    seed: int | None = None
 
 
 @dataclass
@@ -67,7 +42,7 @@ class Group:
     """The group this process belongs to."""
 
     member: Member
-    store: dist.Store
+    store: Store
     hosts: list[str]
     serves_store: bool = False
     #: The store's address, if it is known: gloo uses the interface that leads there.
@@ -115,13 +90,10 @@ class Group:
 _group: Group | None = None
 #: This process in a run of one rank, which needs no group.
 _alone: Member | None = None
-#: Stores that this process holds on a fixed port. They stay open until it ends: another rank may
-#: begin the next run on that port before this process does.
-_held: dict[tuple[str, int], dist.TCPStore] = {}
 
 
 def alone() -> Member | None:
-    """This process in a run of one rank, if it is in one."""
+    """Who this process is in a run of one rank, if it is in one."""
     return _alone
 
 
@@ -142,7 +114,7 @@ def _adopt() -> Group:
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
         backend=dist.get_backend(),
     )
-    store = dist.PrefixStore("torchbearer_ddp", dist.distributed_c10d._get_default_store())
+    store = PrefixStore("torchbearer_ddp", dist.distributed_c10d._get_default_store())
     return Group(member, store, hosts=["?"] * world_size)
 
 
@@ -168,12 +140,12 @@ def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: s
     deadline = time.monotonic() + member.timeout
     base = serve_store(host, port, member.timeout) if serve else connect(host, port, member.timeout)
     store = run_store(base, prefix)
-    roll = _roll_call(store, member, deadline)
+    roll = roll_call(store, member, deadline, serves=serve)
     member = _settled(member, roll)
     _use_device(member)
     _share_cores(member)
     randomness.seed_all(roll[0]["seed"] if member.seed is None else member.seed)
-    _in_time(
+    in_time(
         lambda: _init_process_group(store, member, host),
         deadline,
         f"rank {member.rank} of {member.world_size} reached the store at {host}:{port} but the "
@@ -220,16 +192,6 @@ def _settled(member: Member, roll: list[dict[str, Any]]) -> Member:
     return member
 
 
-def run_store(base: dist.Store, prefix: str) -> dist.Store:
-    """The part of a store that belongs to one run.
-
-    Args:
-        base: A store of :func:`serve_store` or :func:`connect`.
-        prefix: Sets this run apart from another on the same store.
-    """
-    return dist.PrefixStore(f"torchbearer_ddp/{prefix}", base)
-
-
 def leave() -> None:
     """Closes the group after success; a broken one is left as it is, closing it could hang.
 
@@ -239,7 +201,7 @@ def leave() -> None:
     group, _group, _alone = _group, None, None
     if group is None or not dist.is_initialized():
         return
-    _depart(group)
+    _depart(group, LEAVE_SECONDS)
     if not group.broken:
         dist.destroy_process_group()
 
@@ -252,185 +214,18 @@ def abandon() -> None:
     global _group, _alone
     group, _group, _alone = _group, None, None
     if group is not None:
-        _depart(group)
+        _depart(group, ABANDON_SECONDS)
 
 
-def _depart(group: Group) -> None:
-    with contextlib.suppress(RuntimeError):  # the store's holder may be gone already: fine
-        group.store.add("left", 1)
-        if group.serves_store:
-            await_departures(group.store, group.member.world_size)
+def _depart(group: Group, seconds: float) -> None:
+    depart(group.store, group.member.world_size, seconds if group.serves_store else 0.0)
 
 
-def await_departures(store: dist.Store, world_size: int) -> None:
-    """Keeps the store open until every rank has left the run, or for a few seconds.
-
-    Args:
-        store: The run's part of the store, see :func:`run_store`.
-        world_size: The number of ranks in the run.
-    """
-    deadline = time.monotonic() + _LEAVE_SECONDS
-    while store.add("left", 0) < world_size and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-
-
-def serve_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Holds a store on exactly that address (torch's own would listen on every interface).
-
-    A store on a certain port is held until the process ends, and given again when asked for again.
-
-    Args:
-        host: The address to listen on; a name that is not this host's means every interface.
-        port: The port, or 0 for any free one (read it back as ``store.port``).
-        timeout: Seconds any request to the store may take.
-    """
-    if (host, port) in _held:
-        return _held[host, port]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    host_here = host
-    try:
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            # Not an address of this host (a NAT's or a cloud's public one): listen on all.
-            listener.bind(("", port))
-            host_here = "::1" if family == socket.AF_INET6 else "127.0.0.1"
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"Port {port} on {host} cannot be opened for the rendezvous ({error.strerror}). Another "
-            "program or run may hold it: give every node another --port."
-        ) from error
-    actual = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host_here,
-        actual,
-        is_master=True,
-        timeout=datetime.timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    if port:
-        _held[host, port] = store
-    return store
-
-
-def connect(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Connects to the store, within the timeout whatever listens there."""
-    return _in_time(
-        lambda: dist.TCPStore(
-            host,
-            port,
-            is_master=False,
-            timeout=datetime.timedelta(seconds=timeout),
-            wait_for_workers=False,
-        ),
-        time.monotonic() + timeout,
-        f"No rendezvous at {host}:{port} within {timeout:g} s: rank 0 has not started there, or "
-        "something else holds that port. Start rank 0 on that host with the same --port, or "
-        "choose another port on every node.",
-    )
-
-
-def _in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
-    """Runs an action that may block for ever (torch's own timeouts do not cover a mute peer)."""
-    outcome: list[_T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(action())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="torchbearer_ddp-rendezvous")
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if outcome:
-        return outcome[0]
-    if failure and isinstance(failure[0], LaunchError):
-        raise failure[0]
-    raise LaunchError(message) from (failure[0] if failure else None)
-
-
-def _roll_call(store: dist.Store, member: Member, deadline: float) -> list[dict[str, Any]]:
-    """Waits until every rank has said who it is; returns what they said, by rank."""
-    mine = {
-        "rank": member.rank,
-        "world_size": member.world_size,
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "pid": os.getpid(),
-        "seed": torch.initial_seed(),
-    }
-
-    def refuse(message: str) -> LaunchError:
-        # The first verdict counts: every rank raises the same one.
-        return LaunchError(store.compare_set("refused", "", message).decode())
-
-    late = (
-        f"Lost the rendezvous store while waiting for the other ranks (rank {member.rank} of "
-        f"{member.world_size}): the process that holds it has ended. Look at its output."
-    )
-    try:
-        known = {member.rank: mine}
-        if store.add(f"claim/{member.rank}", 1) > 1:
-            other = json.loads(store.get(f"here/{member.rank}"))
-            raise refuse(
-                f"Two processes have rank {member.rank}: process {other['pid']} on {other['host']} "
-                f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
-            )
-        store.set(f"here/{member.rank}", json.dumps(mine))
-        announced = False
-        while not announced or store.add("ready", 0) < member.world_size:
-            if store.check(["refused"]):
-                raise refuse("")
-            for rank in range(member.world_size):
-                if rank not in known and store.check([f"here/{rank}"]):
-                    known[rank] = info = json.loads(store.get(f"here/{rank}"))
-                    if info["world_size"] != member.world_size:
-                        raise refuse(
-                            f"The world size differs: {member.world_size} on rank {member.rank} "
-                            f"({mine['host']}), {info['world_size']} on rank {rank} "
-                            f"({info['host']}). Give every node the same --world-size."
-                        )
-            if len(known) == member.world_size and not announced:
-                store.add("ready", 1)
-                announced = True
-                continue
-            if time.monotonic() > deadline:
-                missing = [r for r in range(member.world_size) if r not in known]
-                raise refuse(
-                    f"Only {len(known)} of {member.world_size} ranks arrived within "
-                    f"{member.timeout:g} s; missing: {', '.join(map(str, missing)) or 'none'}. Start "
-                    "them, look at their output, or give more time with --timeout."
-                )
-            time.sleep(_POLL_SECONDS)
-    except LaunchError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise LaunchError(late) from error
-    return [known[rank] for rank in range(member.world_size)]
-
-
-def _machine() -> str:
-    """Tells hosts apart that have the same name, until they are booted anew."""
-    with contextlib.suppress(OSError):
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}/{boot}"
-    return socket.gethostname()
-
-
-def _init_process_group(store: dist.Store, member: Member, host: str) -> None:
+def _init_process_group(store: Store, member: Member, host: str) -> None:
     with _gloo_interface(host):
         dist.init_process_group(
             member.backend,
-            store=dist.PrefixStore("torch", store),
+            store=PrefixStore("torch", store),
             rank=member.rank,
             world_size=member.world_size,
             timeout=datetime.timedelta(seconds=_transport_timeout(member.timeout)),

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 #: A terminal or a launcher may send one request twice, to the process and to its group.
-_ECHO_SECONDS = 1.0
+ECHO_SECONDS = 1.0
 
 
 class _State:
@@ -93,7 +93,7 @@ def handle(signum: int, frame: FrameType | None) -> None:
     if _state.requested is not None:
         if signum == signal.SIGUSR2:
             _state.requested = signum  # Slurm says why its SIGTERM came: the job is to go on later
-        elif _state.requested != signal.SIGUSR2 and now - _state.at > _ECHO_SECONDS:
+        elif _state.requested != signal.SIGUSR2 and now - _state.at > ECHO_SECONDS:
             end(signum)
         # A SIGTERM after SIGUSR2 is Slurm's last word before SIGKILL: use what time is left.
         return

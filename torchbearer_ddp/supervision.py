@@ -22,11 +22,13 @@ import cloudpickle
 
 from torchbearer_ddp.arguments import Plan
 from torchbearer_ddp.errors import LaunchError, WorkerError
+from torchbearer_ddp.signals import ECHO_SECONDS
 
 _TICK_SECONDS = 0.05
 #: After a failure the others have this long to notice and to report what they know.
 _NOTICE_SECONDS = 3.0
 _READ_BYTES = 1 << 16
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class StartedRank:
@@ -42,7 +44,6 @@ class StartedRank:
         #: Set when the launcher has told it to end: its death is then no cause.
         self.ended_by_us = False
         self.head: dict[str, Any] = {}
-        self.body = b""
         environment = dict(os.environ)
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -65,32 +66,46 @@ class StartedRank:
             while chunk := os.read(self.reader, _READ_BYTES):
                 self._received += chunk
             self.has_reported = True
+        if not self.head and b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
+            self.head = json.loads(line)
 
     def has_ended(self) -> bool:
         """True once the process is gone and all that it wrote is read."""
-        if self.process.poll() is None:
-            return False
-        self.read()
-        head, newline, body = bytes(self._received).partition(b"\n")
-        if newline:
-            self.head, self.body = json.loads(head), body
+        if self.process.returncode is None:
+            # Looked at but not yet reaped, its number still is its own, and its children's.
+            if os.waitid(os.P_PID, self.process.pid, _LOOK) is None:
+                return False
+            self.read()
+            if self.head.get("kind") != "result":
+                self.kill()
+            self.process.wait()
         return True
 
     def send(self, signum: int) -> None:
-        """Sends a signal to the process, or a SIGKILL to all that it has started, too."""
-        with suppress(ProcessLookupError):
-            if signum == signal.SIGKILL:
-                os.killpg(self.process.pid, signum)
-            elif self.process.poll() is None:
-                self.process.send_signal(signum)
+        """Sends a signal to the process, if it is still there."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+    def kill(self) -> None:
+        """Ends the process and all that it has started."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends what is left of it."""
-        self.send(signal.SIGKILL)
+        self.kill()
         self.process.wait()
         os.close(self.reader)
 
     # How it ended.
+
+    @property
+    def result(self) -> bytes:
+        """What its worker returned, pickled."""
+        return bytes(self._received)
 
     @property
     def signal(self) -> int | None:
@@ -111,25 +126,32 @@ class StartedRank:
     @property
     def importance(self) -> int:
         """How near to the first cause its end is: its own error, a death, another's error."""
-        if self.head.get("kind") == "error" and not self.signal:
-            if not self.head["secondary"]:
-                return 0
-            return 2 if self.head["cause"] is not None else 3
-        return 4 if self.ended_by_us or self.signal else 1
+        if self.head.get("kind") != "error" or self.signal:
+            return 4 if self.ended_by_us else 1
+        if not self.head["secondary"]:
+            return 0
+        return 2 if self.head["cause"] is not None else 3
 
     def explain(self) -> str:
-        """What happened to it, and its traceback."""
-        me, report = f"Rank {self.rank} on {self.head.get('host', socket.gethostname())}", self.head
-        if report.get("kind") == "error":
-            return report["message"] or f"{me} {report['what']}\n\n{report['traceback'].rstrip()}"
+        """What happened to it, with its traceback if it has one."""
+        if message := self.head.get("message"):
+            return str(message)
+        host = self.head.get("host", socket.gethostname())
+        return f"Rank {self.rank} on {host} {self.what}"
+
+    @property
+    def what(self) -> str:
+        """What happened to it, in words that follow its name."""
+        if self.head.get("kind") == "error":
+            return str(self.head["what"])
         code = self.process.returncode
         if code < 0:
+            hint = " The system does that when memory runs out." if code == -signal.SIGKILL else ""
             name = signal.Signals(-code).name
-            hint = " The system does that when memory runs out." if -code == signal.SIGKILL else ""
-            return f"{me} was killed by {name}.{hint} Look at its output, and at the system's log."
+            return f"was killed by {name}.{hint} Look at its output, and at the system's log."
         return (
-            f"{me} exited with code {code} and without a result: os._exit, or a crash in native "
-            "code. Look at its output."
+            f"exited with code {code} and without a result: os._exit, or a crash in native code. "
+            "Look at its output."
         )
 
 
@@ -139,8 +161,8 @@ class Supervisor:
     Args:
         plan: The plan; the ranks connect to the store at its host and port.
         threads: The CPU threads of each rank, or None if the user has set them.
-        on_death: Called with rank and explanation of a rank that ended without a word, so that
-            the others can be told.
+        on_death: Called for a rank that ended without a word, with its number and what happened,
+            so that the others can be told.
     """
 
     def __init__(
@@ -150,7 +172,9 @@ class Supervisor:
         self._ranks: list[StartedRank] = []
         self._running: list[StartedRank] = []
         self._ended: list[StartedRank] = []
+        self._seen: list[StartedRank] = []
         self._signal: int | None = None
+        self._signal_at = 0.0
         self._kill_at: float | None = None
 
     def run(self, worker: tuple[Any, ...]) -> list[Any]:
@@ -195,24 +219,30 @@ class Supervisor:
         for rank in [r for r in self._running if r.has_ended()]:
             self._running.remove(rank)
             self._ended.append(rank)
-            if rank.is_failure and not (rank.ended_by_us and rank.importance):
-                if rank.importance == 1:
-                    self._on_death(rank.rank, rank.explain())
+            if rank.is_failure and rank.importance == 1:
+                self._on_death(rank.rank, rank.what)
                 self._end_all(signal.SIGTERM, _NOTICE_SECONDS)
+        for rank in self._ranks:
+            # A report is enough: the rank that sent it may take its time to end, or never do.
+            if rank.head.get("kind") == "error" and rank not in self._seen:
+                self._seen.append(rank)
+                if not rank.ended_by_us or rank.importance == 0:
+                    self._end_all(signal.SIGTERM, _NOTICE_SECONDS)
         if self._kill_at is None and all(rank.has_reported for rank in self._running):
             # All results are here; a thread that never ends must not keep the run from ending.
             self._kill_at = time.monotonic() + self._plan.grace
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             for rank in self._running:
                 rank.ended_by_us = True
-                rank.send(signal.SIGKILL)
+                rank.kill()
 
     def _end_all(self, signum: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
         for rank in self._running:
-            rank.ended_by_us = True
-            rank.send(signum)
+            if rank.head.get("kind") != "error":
+                rank.ended_by_us = True
+                rank.send(signum)
 
     @contextmanager
     def _signals_forwarded(self) -> Iterator[None]:
@@ -222,9 +252,12 @@ class Supervisor:
             return
 
         def forward(signum: int, frame: Any) -> None:
-            first = self._signal is None
-            self._signal = self._signal or signum
-            self._end_all(signum, self._plan.grace if first else 0.0)
+            now = time.monotonic()
+            if self._signal is None:
+                self._signal, self._signal_at = signum, now
+                self._end_all(signum, self._plan.grace)
+            elif now - self._signal_at > ECHO_SECONDS:
+                self._kill_at = now
 
         previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -234,17 +267,20 @@ class Supervisor:
                 signal.signal(signum, handler)
 
     def _outcome(self) -> list[Any]:
-        causes = [r for r in self._ended if r.is_failure and r.importance < 4]
-        if causes:
-            raise _error_of(min(causes, key=lambda r: r.importance))
-        told = next((r for r in self._ended if r.signal), None)
+        # After a signal the ranks leave one by one: who misses another then has no cause to tell.
+        worst = 0 if self._signal else 3
+        causes = [r for r in self._ended if r.is_failure and r.importance <= worst]
+        first = min(causes, key=lambda r: r.importance, default=None)
+        if first is not None and not first.signal:
+            raise _error_of(first)
+        told = first or next((r for r in self._ended if r.signal), None)
         signum = self._signal or (told.signal if told else None)
         if signum is not None:
             who = "the launcher" if self._signal or told is None else f"rank {told.rank}"
             name = signal.Signals(signum).name
             print(f"torchbearer_ddp: {who} got {name}, all ranks have ended", file=sys.stderr)
             raise SystemExit(128 + signum)
-        return [cloudpickle.loads(rank.body) for rank in self._ranks]
+        return [cloudpickle.loads(rank.result) for rank in self._ranks]
 
 
 def _error_of(rank: StartedRank) -> Exception:

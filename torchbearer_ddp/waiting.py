@@ -14,10 +14,10 @@ import datetime
 import json
 import socket
 import time
-import traceback
 from typing import Any
 
-import torch.distributed as dist
+# torch.distributed has these names as well, but its types do not say so.
+from torch._C._distributed_c10d import Store
 
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
@@ -107,8 +107,8 @@ class Wait:
             silent = [lost]
         suspects = f" No word from rank {self._names(silent)}." if silent else ""
         return PeerLost(
-            f"{self._me()} lost contact with another rank during {self._activity}.{suspects} It was "
-            "killed, its host is down, or the network is cut; look at that rank's output. "
+            f"{self._me()} lost contact with another rank during {self._activity}.{suspects} It "
+            "was killed, its host is down, or the network is cut; look at that rank's output. "
             f"(The transport said: {str(error).splitlines()[0][:200]})",
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
@@ -159,8 +159,8 @@ class Wait:
         if store.check(["failure"]):
             failure = json.loads(store.get("failure"))
             raise PeerLost(
-                f"Rank {failure['rank']} on {failure['host']} failed first; this rank only stopped "
-                f"with it. Its traceback:\n{failure['traceback']}",
+                f"Rank {failure['rank']} on {failure['host']} {failure['what']}\n\n"
+                f"(Rank {self._group.member.rank} only stopped with it.)",
                 rank=failure["rank"],
                 host=failure["host"],
             )
@@ -194,27 +194,27 @@ def wait_for(work: Any, wait: Wait) -> None:
         wait.poll()
 
 
-def report_failure(group: Group, error: BaseException) -> None:
-    """Leaves this rank's failure in the store, where the others find the cause of their broken waits.
+def report_failure(group: Group, error: BaseException, text: str) -> None:
+    """Leaves this rank's failure in the store, where the others find why their waits broke.
 
     Args:
         group: The group this rank belongs to.
         error: What this rank raised.
+        text: What happened, in words that follow the rank's name.
     """
     if isinstance(error, DistributedError) and error.secondary:
         return
-    text = "".join(traceback.format_exception(error))
     leave_word(group.store, group.member.rank, text)
 
 
-def leave_word(store: dist.Store, rank: int, text: str) -> None:
+def leave_word(store: Store, rank: int, text: str) -> None:
     """Says in the store why a rank of this host failed; the first word there counts.
 
     Args:
         store: The run's part of the store.
         rank: The rank that failed.
-        text: Its traceback, or what is known of its end.
+        text: What happened, in words that follow the rank's name; its traceback, if it has one.
     """
-    report = {"rank": rank, "host": socket.gethostname(), "traceback": text}
+    report = {"rank": rank, "host": socket.gethostname(), "what": text}
     with contextlib.suppress(RuntimeError, OSError):  # the store may have gone first
         store.compare_set("failure", "", json.dumps(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -11,15 +12,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
 from torchbearer_ddp import process_group, signals, waiting
 from torchbearer_ddp.arguments import Plan
-from torchbearer_ddp.errors import DistributedError, LaunchError, WorkerError
+from torchbearer_ddp.errors import LaunchError, WorkerError
 
 _running = threading.local()
+#: How long exit handlers and buffers of a failed rank may take.
+_EXIT_SECONDS = 2.0
 
 
 def inside() -> bool:
@@ -54,10 +57,12 @@ def run_rank(
                     )
                 result = worker_fn(*args, **kwargs)
             except BaseException as error:
+                if isinstance(error, SystemExit) and not error.code:
+                    process_group.leave()  # sys.exit(0): an early end, not a failure
+                    raise
                 # Without destroy_process_group, which could hang and hide the cause.
-                group = process_group.current()
-                if group is not None:
-                    waiting.report_failure(group, error)
+                if group := process_group.current():
+                    waiting.report_failure(group, error, _what(error))
                 process_group.abandon()
                 raise
             process_group.leave()
@@ -78,14 +83,14 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
     plan = Plan(**plan_fields)
     try:
         worker_fn, args, kwargs = cloudpickle.loads(payload)
-        _share_names(worker_fn)
+        share_names(worker_fn)
         result = run_rank(plan, index, worker_fn, args, kwargs)
         body = _pickled(result, plan.member(index).rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            body = cloudpickle.dumps(None)  # sys.exit(0): an early end, not a failure
+            body = cloudpickle.dumps(None)
         else:
-            report = _report_of(error)
+            report = report_of(error)
             _send(reports, report)
             # Exit handlers still run, but not the destructors of a group with pending messages.
             exit_now(report["exitcode"])
@@ -94,10 +99,15 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
     sys.exit(128 + signum if signum else 0)
 
 
-def exit_now(code: int) -> None:
-    """Ends this process with certainty: a group with pending messages can hang a normal exit."""
-    import atexit
+def exit_now(code: int) -> NoReturn:
+    """Ends this process with certainty: a group with pending messages can hang a normal exit.
 
+    Args:
+        code: The exit code.
+    """
+    late = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+    late.daemon = True
+    late.start()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -106,8 +116,12 @@ def exit_now(code: int) -> None:
     os._exit(code)
 
 
-def _share_names(worker_fn: Callable[..., Any]) -> None:
-    """Puts what came with the worker into ``__main__``, where pickle looks for it by name."""
+def share_names(worker_fn: Callable[..., Any]) -> None:
+    """Puts what came with the worker into ``__main__``, where pickle looks for it by name.
+
+    Args:
+        worker_fn: The user's function, as it was unpickled.
+    """
     names = getattr(worker_fn, "__globals__", {})
     if getattr(worker_fn, "__module__", None) == "__main__":
         main_names = vars(sys.modules["__main__"])
@@ -126,31 +140,46 @@ def _pickled(result: Any, rank: int) -> bytes:
         ) from error
 
 
-def _report_of(error: BaseException) -> dict[str, Any]:
-    """What the launcher needs to know of a failure, as plain data."""
-    signum = signals.received()
-    exitcode, what = 1, f"raised {''.join(traceback.format_exception_only(error)).strip()}"
-    if signum and isinstance(error, KeyboardInterrupt | SystemExit):
-        exitcode, what = 128 + signum, f"was told to stop ({signal.Signals(signum).name})"
-    elif isinstance(error, SystemExit):
-        exitcode = error.code if isinstance(error.code, int) and 0 < error.code < 256 else 1
-        what = f"called sys.exit({error.code!r})"
-    complete = isinstance(error, DistributedError) and (
-        error.secondary or isinstance(error, LaunchError)
-    )
+def report_of(error: BaseException) -> dict[str, Any]:
+    """What the launcher needs to know of a failure, as plain data.
+
+    Args:
+        error: What the rank raised.
+    """
+    signum = _told_to_stop(error)
+    code = error.code if isinstance(error, SystemExit) else None
     return {
         "kind": "error",
         "type": type(error).__name__,
         "host": socket.gethostname(),
-        "what": what,
-        "message": str(error) if complete else "",
-        "traceback": "".join(traceback.format_exception(error)),
-        "exitcode": exitcode,
-        "signal": signum if exitcode == 128 + (signum or 0) else None,
+        # These say all there is to say; where in our code they were raised does not help.
+        "message": str(error) if isinstance(error, LaunchError | WorkerError) else "",
+        "what": _what(error),
+        "exitcode": signum + 128 if signum else code if code in range(1, 256) else 1,
+        "signal": signum,
         "secondary": bool(getattr(error, "secondary", False)),
         "cause": getattr(error, "rank", None),
         "cause_host": getattr(error, "host", None),
     }
+
+
+def _what(error: BaseException) -> str:
+    """What happened to this rank, in words that follow its name."""
+    if signum := _told_to_stop(error):
+        return f"was told to stop ({signal.Signals(signum).name})."
+    if isinstance(error, SystemExit):
+        head = f"called sys.exit({error.code!r})"
+    else:
+        head = f"raised {''.join(traceback.format_exception_only(error)).strip()}"
+    frames = error.__traceback__
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # the launch layer's own: the user's begin after them
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return f"{head}\n\n{text.rstrip()}"
+
+
+def _told_to_stop(error: BaseException) -> int | None:
+    return signals.received() if isinstance(error, KeyboardInterrupt | SystemExit) else None
 
 
 def _send(reports: int, head: dict[str, Any], body: bytes = b"") -> None:
