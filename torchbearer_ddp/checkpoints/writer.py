@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,9 @@ def finish_writing() -> None:
         writer.wait()
 
 
+atexit.register(finish_writing)  # for those who run the exit handlers and then os._exit
+
+
 class Writer:
     """Does one job at a time in a thread of its own, and keeps its error until it is asked for."""
 
@@ -30,6 +34,11 @@ class Writer:
     def busy(self) -> bool:
         """True while a job is being done."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a job has ended with an error that nobody has taken yet."""
+        return not self.busy and self._error is not None
 
     def start(self, job: Callable[[], None]) -> None:
         """Begins a job, once the one before has ended.
@@ -51,7 +60,7 @@ class Writer:
 
     def take_error(self) -> Exception | None:
         """The error of the last job, if it has ended with one; it is handed out once."""
-        if self.busy:
+        if not self.has_failed:
             return None
         error, self._error = self._error, None
         return error

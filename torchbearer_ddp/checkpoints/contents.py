@@ -1,0 +1,277 @@
+"""What a checkpoint holds of the trial itself, the same for all ranks: collect it, put it back.
+
+The keys at the top are those of torchbearer's own ``Trial.state_dict``, as plain strings, so that
+``Trial.load_state_dict`` takes the file without this package. What torchbearer does not know, or
+would only take in a form that is not plain data (the states of callbacks), is under
+:data:`SECTION`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torchbearer
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torchbearer.callbacks import CallbackList
+from torchbearer.callbacks.torch_scheduler import TorchScheduler
+
+from torchbearer_ddp.checkpoints.plain import Copier
+from torchbearer_ddp.errors import CheckpointError
+
+SECTION = "torchbearer_ddp"
+MODEL, OPTIMIZER, HISTORY = "model", "optimizer", "history"
+_VERSION = "torchbearer_version"
+_NAMED_DIFFERENCES = 4
+
+
+def collect(state: Any, copier: Copier) -> dict[str, Any]:
+    """A copy of everything but what each rank has for itself.
+
+    Args:
+        state: The state of the running Trial.
+        copier: Takes the copies.
+
+    Raises:
+        CheckpointError: If something cannot be saved; the message names it.
+    """
+    callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
+    criterion = state[torchbearer.CRITERION]
+    live = {
+        _VERSION: str(torchbearer.__version__),
+        MODEL: model_state(state[torchbearer.MODEL]),
+        OPTIMIZER: state[torchbearer.OPTIMIZER].state_dict(),
+        HISTORY: state[torchbearer.HISTORY],
+        SECTION: {
+            "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
+            "schedulers": {name: s.state_dict() for name, s in _schedulers(callbacks).items()},
+            "criterion": criterion.state_dict() if isinstance(criterion, torch.nn.Module) else {},
+        },
+    }
+    copied: dict[str, Any] = copier.copy(live, "checkpoint")
+    return copied
+
+
+def restore(state: Any, payload: dict[str, Any]) -> None:
+    """Puts back the model, the optimizer, the criterion and, in place, the history.
+
+    Args:
+        state: The state of the Trial.
+        payload: What :func:`collect` gave.
+
+    Raises:
+        CheckpointError: If it does not fit this trial.
+    """
+    load_model(state[torchbearer.MODEL], payload[MODEL])
+    restore_optimizer(state, payload)
+    saved = payload.get(SECTION, {}).get("criterion")
+    if saved:
+        _fitting(lambda: state[torchbearer.CRITERION].load_state_dict(saved), "criterion")
+    state[torchbearer.HISTORY][:] = payload.get(HISTORY, [])
+
+
+def restore_optimizer(state: Any, payload: dict[str, Any]) -> None:
+    """Puts back the optimizer with its learning rates."""
+    if OPTIMIZER in payload:
+        optimizer = state[torchbearer.OPTIMIZER]
+        _fitting(lambda: optimizer.load_state_dict(payload[OPTIMIZER]), "optimizer")
+
+
+def _fitting(load: Any, what: str) -> None:
+    try:
+        load()
+    except (ValueError, KeyError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"The checkpoint does not fit this trial's {what} "
+            f"({str(error).splitlines()[0][:300]}). Build the same {what} as the run that saved it, "
+            "or start afresh in another folder."
+        ) from error
+
+
+# Callbacks and the schedulers inside them, by name.
+
+
+def named_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """The callbacks by name: the class, what it wraps, and a number where there are several.
+
+    Args:
+        callbacks: The callbacks in their order.
+    """
+    return _numbered((_callback_name(callback), callback) for callback in callbacks)
+
+
+def _numbered(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        taken = sum(other.partition("#")[0] == name for other in named)
+        named[f"{name}#{taken + 1}" if taken else name] = value
+    return named
+
+
+def _callback_name(callback: Any) -> str:
+    inner = getattr(callback, "callback", None)
+    name = type(callback).__name__
+    return f"{name}({_callback_name(inner)})" if hasattr(inner, "state_dict") else name
+
+
+def restore_callbacks(state: Any, payload: dict[str, Any]) -> None:
+    """Puts back the states of the callbacks that are still there, and of their schedulers.
+
+    Args:
+        state: The state of the running Trial.
+        payload: What :func:`collect` gave.
+    """
+    section = payload.get(SECTION, {})
+    callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
+    for name, saved in section.get("callbacks", {}).items():
+        if name in callbacks:
+            callbacks[name].load_state_dict(saved)
+    schedulers = _schedulers(callbacks)
+    for name, saved in section.get("schedulers", {}).items():
+        if name in schedulers:
+            schedulers[name].load_state_dict(_like(schedulers[name].state_dict(), saved))
+
+
+def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
+    """Names the callbacks whose state finds nobody, and those that find no state."""
+    saved = payload.get(SECTION, {}).get("callbacks", {})
+    live = named_callbacks(state[torchbearer.CALLBACK_LIST])
+    missing = [name for name in saved if name not in live]
+    extra = [name for name in live if name not in saved]
+    if missing or extra:
+        parts = [f"no longer there: {', '.join(missing)}"] if missing else []
+        parts += [f"new, starting without a saved state: {', '.join(extra)}"] if extra else []
+        warnings.warn(
+            f"The callbacks are not those of the checkpoint ({'; '.join(parts)}). The others "
+            "continue where they were.",
+            stacklevel=2,
+        )
+
+
+def _schedulers(callbacks: dict[str, Any]) -> dict[str, Any]:
+    """The schedulers inside torchbearer's callbacks, which save nothing of them."""
+    return {
+        name: callback._scheduler
+        for name, callback in callbacks.items()
+        if isinstance(callback, TorchScheduler) and callback._scheduler is not None
+    }
+
+
+def _like(live: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Gives saved values the kinds of dict that the live ones are (a Counter, say)."""
+    return {
+        key: type(live[key])(value)
+        if isinstance(live.get(key), dict) and isinstance(value, dict)
+        else value
+        for key, value in saved.items()
+    }
+
+
+# The model under its plain names, without the prefixes of wrappers.
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel, DataParallel or torch.compile."""
+    while (name := _inner_name(model)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def _inner_name(module: torch.nn.Module) -> str | None:
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    return "_orig_mod" if "_orig_mod" in module._modules else None
+
+
+def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """By each of these names of tensors the one without the wrappers that it passes through.
+
+    Args:
+        model: The model, wrapped or not.
+        names: Keys of its ``state_dict``.
+    """
+    wrappers = [
+        (f"{path}." if path else "", f"{inner}.")
+        for path, module in model.named_modules(remove_duplicate=False)
+        if (inner := _inner_name(module)) is not None
+    ]
+    wrappers.sort(key=lambda wrapper: -len(wrapper[0]))  # innermost first: outer paths stay valid
+
+    def plain(name: str) -> str:
+        for path, inner in wrappers:
+            if name.startswith(path + inner):
+                name = path + name[len(path + inner) :]
+        return name
+
+    return {name: plain(name) for name in names}
+
+
+def model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's state dict under plain names."""
+    live = model.state_dict()
+    return {plain: live[name] for name, plain in plain_names(model, live).items()}
+
+
+def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
+    """Loads a state dict with plain names into a model, wrapped or not.
+
+    Args:
+        model: The model.
+        saved: What :func:`model_state` gave, or a state dict of a wrapped model.
+
+    Raises:
+        CheckpointError: If the file is another model's; nothing is loaded then.
+    """
+    live = model.state_dict()
+    names = plain_names(model, live)
+    if saved and all(name.startswith("module.") for name in saved) and set(saved) != set(names):
+        saved = {name.removeprefix("module."): value for name, value in saved.items()}
+    differences = [f"{plain} is missing" for plain in names.values() if plain not in saved]
+    differences += [f"{name} is not in the model" for name in saved.keys() - names.values()]
+    for name, plain in names.items():
+        mine, its = _shape(live[name]), _shape(saved.get(plain))
+        if plain in saved and mine != its:
+            differences.append(f"{plain} has shape {its} there and {mine} here")
+    if differences:
+        shown = "; ".join(sorted(differences)[:_NAMED_DIFFERENCES])
+        raise CheckpointError(
+            f"The checkpoint is not of this model: {shown}"
+            f"{'; ...' if len(differences) > _NAMED_DIFFERENCES else ''}. Build the model that "
+            "saved it, or start afresh in another folder."
+        )
+    model.load_state_dict({name: saved[plain] for name, plain in names.items()})
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+# Files of other origin.
+
+
+def from_torchbearer(loaded: Any) -> dict[str, Any]:
+    """Brings what torchbearer's own checkpointers save into our form, as plain data.
+
+    Args:
+        loaded: A ``Trial.state_dict``, one of ours, or the state dict of a model alone.
+
+    Raises:
+        CheckpointError: If it is none of these.
+    """
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"The file holds a {type(loaded).__qualname__} where a dict was expected: it is not a "
+            "checkpoint."
+        )
+    payload = {str(key): value for key, value in loaded.items()}
+    if MODEL not in payload:
+        payload = {MODEL: payload}
+    listed = payload.pop(str(torchbearer.CALLBACK_LIST), None)
+    if listed is not None:
+        kinds = [kind.__name__ for kind in listed[CallbackList.CALLBACK_TYPES]]
+        states = listed[CallbackList.CALLBACK_STATES]
+        payload[SECTION] = {"callbacks": _numbered(zip(kinds, states, strict=True))}
+    plain: dict[str, Any] = Copier().copy(payload, "checkpoint")
+    return plain
