@@ -1,3 +1,59 @@
-"""Data-parallel training for torchbearer: add callbacks to a Trial, start it on any number of ranks."""
+"""Data-parallel training for torchbearer: add callbacks to a Trial, start it on many ranks."""
+
+from torchbearer_ddp.arguments import add_arguments
+from torchbearer_ddp.callbacks.checkpoint import Checkpoint
+from torchbearer_ddp.callbacks.flatten import Flatten
+from torchbearer_ddp.callbacks.metrics import SyncMetrics
+from torchbearer_ddp.callbacks.parallel import data_parallel
+from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
+from torchbearer_ddp.callbacks.shard import ShardData, shard
+from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
+from torchbearer_ddp.callbacks.tensorboard import TensorBoard
+from torchbearer_ddp.collectives import (
+    barrier,
+    device,
+    is_rank_zero,
+    local_rank,
+    rank,
+    rank_zero_first,
+    world_size,
+)
+from torchbearer_ddp.errors import (
+    CheckpointError,
+    DesyncError,
+    DistributedError,
+    LaunchError,
+    WorkerError,
+)
+from torchbearer_ddp.launch import run_distributed
+from torchbearer_ddp.slurm import submit_slurm
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "DesyncError",
+    "DistributedError",
+    "Flatten",
+    "LaunchError",
+    "RankZeroOnly",
+    "ShardData",
+    "SyncGradients",
+    "SyncMetrics",
+    "SyncModel",
+    "TensorBoard",
+    "WorkerError",
+    "add_arguments",
+    "barrier",
+    "data_parallel",
+    "device",
+    "is_rank_zero",
+    "local_rank",
+    "rank",
+    "rank_zero_first",
+    "run_distributed",
+    "shard",
+    "submit_slurm",
+    "world_size",
+]
