@@ -51,6 +51,7 @@ class Plan:
         backend: torch.distributed's name of the backend.
         host: The address of the store.
         port: The port of the store; 0 for any free one.
+        spare_ports: Where to meet if something else holds the port.
         serve: True if this process is to hold the store.
         prefix: Sets this run apart from others on the same store.
         timeout: Seconds that any wait for other ranks may take.
@@ -70,6 +71,7 @@ class Plan:
     backend: str = "gloo"
     host: str = "127.0.0.1"
     port: int = 0
+    spare_ports: tuple[int, ...] = ()
     serve: bool = True
     prefix: str = "run"
     timeout: float = DEFAULT_TIMEOUT
@@ -268,6 +270,8 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         place["first_rank"] = found.rank
         place["host"] = given.get("host", found.host)
         place["port"] = given.integer("port", found.port, 1, 65535)
+        if "port" in given:
+            place["spare_ports"] = ()
     here = place["local_world_size"] if launcher == "spawn" else 1
     device = _device(given, gpus, place, here)
     return Plan(**common, **place, device=device, backend=_backend(given, device))

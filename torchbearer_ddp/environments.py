@@ -17,6 +17,7 @@ _SLURM_NEEDS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 #: Ports of Slurm steps: below the range from which systems take ports for outgoing connections.
 _FIRST_PORT, _PORTS = 20000, 12000
+_SPARE_PORTS = 7
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Placement:
     port: int
     serve: bool
     prefix: str
+    #: Where to meet if something else holds the port.
+    spare_ports: tuple[int, ...] = ()
 
 
 def in_torchrun(environment: Mapping[str, str]) -> bool:
@@ -122,10 +125,15 @@ def slurm_placement(environment: Mapping[str, str]) -> Placement:
         local_rank=_number(known, "SLURM_LOCALID", -1),
         local_world_size=tasks[node] if node < len(tasks) else tasks[0],
         host=hosts[0],
-        port=_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS,
+        port=_port_of(job),
         serve=rank == 0,
         prefix=f"slurm/{job}",
+        spare_ports=tuple(_port_of(f"{job}/{spare}") for spare in range(_SPARE_PORTS)),
     )
+
+
+def _port_of(job: str) -> int:
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
 def expand_hosts(listing: str) -> list[str]:

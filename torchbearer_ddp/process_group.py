@@ -32,6 +32,7 @@ from torchbearer_ddp.rendezvous import (
     run_store,
     serve_store,
 )
+from torchbearer_ddp.spare_ports import find, serve_first_free
 
 #: The first step may compile, download or fill caches, so it may take this many timeouts.
 FIRST_STEP_TIMEOUTS = 4
@@ -118,13 +119,21 @@ def _adopt() -> Group:
     return Group(member, store, hosts=["?"] * world_size)
 
 
-def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: str = "run") -> None:
+def join(
+    member: Member,
+    host: str,
+    port: int,
+    *spare_ports: int,
+    serve: bool = False,
+    prefix: str = "run",
+) -> None:
     """Meets the other ranks and makes the process group.
 
     Args:
         member: Who this process is.
         host: The address of the store.
         port: The port of the store.
+        spare_ports: Where it is if something else holds that port; the same on every rank.
         serve: True if this process is to hold the store itself.
         prefix: Sets this run apart from another on the same store (a restart, say).
 
@@ -138,8 +147,7 @@ def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: s
             "Remove the call to init_process_group: run_distributed does that."
         )
     deadline = time.monotonic() + member.timeout
-    base = serve_store(host, port, member.timeout) if serve else connect(host, port, member.timeout)
-    store = run_store(base, prefix)
+    store = run_store(_meet(member.timeout, host, port, spare_ports, serve, prefix), prefix)
     roll = roll_call(store, member, deadline, serves=serve)
     member = _settled(member, roll)
     _use_device(member)
@@ -155,6 +163,15 @@ def join(member: Member, host: str, port: int, *, serve: bool = False, prefix: s
     hosts = [entry["host"] for entry in roll]
     _group = Group(member, store, hosts, serves_store=serve, address=host)
     _group._channels()
+
+
+def _meet(
+    timeout: float, host: str, port: int, spare_ports: tuple[int, ...], serve: bool, prefix: str
+) -> Store:
+    if not spare_ports:
+        return serve_store(host, port, timeout) if serve else connect(host, port, timeout)
+    meet = serve_first_free if serve else find
+    return meet(host, (port, *spare_ports), prefix, timeout)
 
 
 def stay_alone(member: Member) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import stat
 import sys
-import types
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from torchbearer_ddp.arguments import Plan
 from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.mentions import mentions
 from torchbearer_ddp.slurm_job import SlurmJob, follow
 from torchbearer_ddp.slurm_task import SlurmTask
 
@@ -66,7 +65,9 @@ def submit_slurm(
         ValueError: If an argument makes no sense.
         LaunchError: If the job cannot be submitted; nothing is left behind.
     """
-    task, executor = _prepare(
+    if not mentions(worker_fn, "Checkpoint"):
+        warnings.warn(_no_checkpoint(worker_fn), stacklevel=2)
+    return _submit(
         worker_fn,
         tuple(args),
         kwargs or {},
@@ -78,15 +79,6 @@ def submit_slurm(
             **parameters,
         },
     )
-    if not mentions_checkpoint(worker_fn):
-        warnings.warn(
-            f"No Checkpoint was found in {_name_of(worker_fn)}: if the job is preempted or reaches "
-            "its time limit, it starts again from the beginning. Add torchbearer_ddp.Checkpoint to "
-            "the Trial's callbacks.",
-            stacklevel=2,
-        )
-    with _private_folder(executor.folder):
-        return executor.submit_task(task)
 
 
 def submit_and_follow(
@@ -109,12 +101,11 @@ def submit_and_follow(
     flags = {"timeout": plan.timeout, "seed": plan.seed, "grace": plan.grace, **plan.slurm}
     detach, dry_run = flags.pop("detach", False), flags.pop("dry_run", False)
     if dry_run:
-        flags.setdefault("folder", DEFAULT_FOLDER)
         print(_prepare(worker_fn, args, kwargs, flags)[1].script())
         raise SystemExit(0)
-    if "ntasks_per_node" in flags:
-        flags["tasks_per_node"] = flags.pop("ntasks_per_node")
-    job = submit_slurm(worker_fn, args, kwargs, **flags)
+    if not mentions(worker_fn, "Checkpoint"):
+        print(f"torchbearer_ddp: {_no_checkpoint(worker_fn)}", file=sys.stderr)
+    job = _submit(worker_fn, args, kwargs, flags)
     print(
         f"torchbearer_ddp: submitted job {job.job_id}; its output goes to "
         f"{job._paths_of(0).stdout} and those beside it",
@@ -125,6 +116,25 @@ def submit_and_follow(
         print(job.job_id)
         raise SystemExit(0)
     return follow(job)
+
+
+def _no_checkpoint(worker_fn: Callable[..., Any]) -> str:
+    return (
+        f"No Checkpoint was found in {_name_of(worker_fn)}: if the job is preempted or reaches its "
+        "time limit, it starts again from the beginning. Add torchbearer_ddp.Checkpoint to the "
+        "Trial's callbacks."
+    )
+
+
+def _submit(
+    worker_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: dict[str, Any],
+) -> SlurmJob:
+    task, executor = _prepare(worker_fn, args, kwargs, given)
+    with _private_folder(executor.folder):
+        return executor.submit_task(task)
 
 
 def _prepare(
@@ -142,7 +152,7 @@ def _prepare(
             "No sbatch on the PATH, so there is no Slurm to submit to. Submit from a login node of "
             "the cluster, or load its Slurm module."
         )
-    executor = _Executor(given.pop("folder"), max_num_timeout=requeues)
+    executor = _Executor(given.pop("folder", DEFAULT_FOLDER), max_num_timeout=requeues)
     parameters = executor.translate({name.removeprefix("slurm_"): v for name, v in given.items()})
     executor.update_parameters(**_completed(parameters, _name_of(worker_fn)))
     try:
@@ -277,52 +287,6 @@ def _check_private(folder: Path) -> None:
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(13, "Permission denied", str(folder))
-
-
-def mentions_checkpoint(worker_fn: Callable[..., Any]) -> bool:
-    """Whether a function, or one that it calls, uses a name ``Checkpoint``.
-
-    Only the running job knows the Trial; what can be known at submission is whether the code names
-    the class at all.
-
-    Args:
-        worker_fn: The user's function.
-    """
-    todo: list[Any] = [worker_fn]
-    seen: set[int] = set()
-    while todo:
-        found = todo.pop()
-        if isinstance(found, functools.partial):
-            todo += [found.func, *found.args, *found.keywords.values()]
-        if id(found) in seen or _is_library(found):
-            continue
-        seen.add(id(found))
-        if isinstance(found, types.MethodType):
-            todo.append(found.__func__)
-        elif isinstance(found, type):
-            todo += [member for member in vars(found).values() if callable(member)]
-        elif isinstance(found, types.FunctionType):
-            names = _names_in(found.__code__)
-            if "Checkpoint" in names:
-                return True
-            cells = [c.cell_contents for c in found.__closure__ or () if c != types.CellType()]
-            todo += [found.__globals__[name] for name in names if name in found.__globals__]
-            todo += [getattr(found, "__wrapped__", None), *cells]
-        elif callable(found):
-            todo.append(type(found))
-    return False
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _is_library(found: Any) -> bool:
-    module = getattr(found, "__module__", None) or ""
-    return isinstance(found, types.ModuleType) or module.partition(".")[0] in (
-        {"torch", "torchbearer", "torchbearer_ddp", "numpy"} | sys.stdlib_module_names
-    )
 
 
 def _name_of(worker_fn: Callable[..., Any]) -> str:

@@ -12,8 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -61,12 +61,13 @@ class SlurmTask:
         try:
             # submitit's handler would save and requeue at once, in mid-step, on rank zero alone.
             signal.signal(_signal(), signals.handle)
+            _shield_children(_signal())
             attempt.begin()
             sys.path[:] = [*self._path, *(entry for entry in sys.path if entry not in self._path)]
             sys.argv[:] = self._argv
             plan = self._plan()
             if plan.first_rank == 0:
-                print(f"torchbearer_ddp: {attempt.describe()}", file=sys.stderr, flush=True)
+                _say(attempt.describe(plan.world_size))
             task = cloudpickle.loads(self._payload)
             worker.share_names(task[0])
             result = worker.run_rank(plan, 0, *task)
@@ -99,6 +100,21 @@ def _signal() -> signal.Signals:
     return signal.Signals(JobEnvironment._usr_sig())
 
 
+def _shield_children(signum: signal.Signals) -> None:
+    """Keeps the signal from processes that are started from now on, such as loader workers.
+
+    Slurm sends it to every process of the step, and it ends those that do not know it. They inherit
+    the main thread's mask; in this process another thread takes the signal, and Python still runs
+    the handler in the main one.
+    """
+    threading.Thread(target=threading.Event().wait, daemon=True, name=signum.name).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+
+
+def _say(line: str) -> None:
+    print(f"torchbearer_ddp: {line}", file=sys.stderr, flush=True)
+
+
 def _follows_from_signal(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | SystemExit) or bool(
         getattr(error, "secondary", False)
@@ -110,15 +126,18 @@ class _Attempt:
 
     def __init__(self, environment: Mapping[str, str], max_requeues: int) -> None:
         self._job = environment["SLURM_JOB_ID"]
+        self._nodes = environment.get("SLURM_JOB_NODELIST", "?")
         self._rank = int(environment.get("SLURM_PROCID", "0"))
         self._restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self._max_requeues = max_requeues
         self._paths: JobPaths = JobEnvironment().paths
 
-    def describe(self) -> str:
-        if not self._restart:
-            return f"job {self._job}"
-        return f"job {self._job}, restart {self._restart} of at most {self._max_requeues}"
+    def describe(self, world_size: int) -> str:
+        plural = "" if world_size == 1 else "s"
+        line = f"job {self._job} runs {world_size} rank{plural} on {self._nodes}"
+        if self._restart:
+            line += f", restart {self._restart} of at most {self._max_requeues}"
+        return line
 
     def begin(self) -> None:
         """Forgets what an earlier start has left, and checks that this one is still allowed."""
@@ -178,11 +197,9 @@ class _Attempt:
                 f"Job {self._job} got {name} but Slurm did not requeue it "
                 f"({answer.stderr.strip()}). Submit it again to go on where it stopped."
             )
-        print(
-            f"torchbearer_ddp: {name}, all ranks stop; job {self._job} is requeued "
-            f"({self._restart + 1} of at most {self._max_requeues})",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"{name}, all ranks stop; job {self._job} is requeued "
+            f"({self._restart + 1} of at most {self._max_requeues})"
         )
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -193,7 +210,7 @@ class _Attempt:
         temporary = path.with_suffix(".part")
         temporary.write_text(json.dumps(report))
         temporary.replace(path)
-        traceback.print_exception(error)
+        _say(report["message"] or f"Rank {self._rank} on {report['host']} {report['what']}")
         # The interpreter's own end could wait for ever for ranks that are gone.
         worker.exit_now(report["exitcode"])
 

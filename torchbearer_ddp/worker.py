@@ -53,7 +53,12 @@ def run_rank(
                 else:
                     serve = plan.serve and plan.launcher != "spawn"
                     process_group.join(
-                        member, plan.host, plan.port, serve=serve, prefix=plan.prefix
+                        member,
+                        plan.host,
+                        plan.port,
+                        *plan.spare_ports,
+                        serve=serve,
+                        prefix=plan.prefix,
                     )
                 result = worker_fn(*args, **kwargs)
             except BaseException as error:
