@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -30,3 +31,18 @@ def needs_slurm() -> None:
             f"no {', '.join(missing)} here; on Debian: apt-get install --no-install-recommends "
             "slurmctld slurmd slurm-client munge slurmdbd mariadb-server-core mariadb-client-core"
         )
+
+
+def needs_network_namespaces() -> None:
+    """Skips where no network namespaces can be made, which stand for several hosts."""
+    if shutil.which("ip") is None:
+        unavailable(
+            "no ip command here; on Debian: apt-get install --no-install-recommends iproute2"
+        )
+    if os.geteuid() != 0:
+        unavailable("network namespaces need root; run the tests as root, or in a container")
+    name = f"tbd-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode != 0:
+        unavailable(f"no network namespaces here ({made.stderr.strip()}); allow CAP_SYS_ADMIN")
+    subprocess.run(["ip", "netns", "delete", name], check=True)

@@ -1,0 +1,74 @@
+"""Hosts on one machine: network namespaces that only a virtual switch connects."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.requirements import needs_network_namespaces
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace with its own address and loopback."""
+
+    name: str
+    address: str
+    interface: str
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What to put before a command to run it on this host."""
+        return ("ip", "netns", "exec", self.name)
+
+    def link(self, state: str) -> None:
+        """Takes the network of this host ``down``, or ``up`` again."""
+        _ip("-n", self.name, "link", "set", self.interface, state)
+
+
+@contextlib.contextmanager
+def hosts(count: int = 2) -> Iterator[list[Host]]:
+    """Hosts that reach each other; skips the test where they cannot be made.
+
+    Each host's second address is in a network of its own, so that the right interface has to be
+    chosen.
+    """
+    needs_network_namespaces()
+    mark = uuid.uuid4().hex[:6]
+    subnet = f"10.{uuid.uuid4().int % 200 + 20}.{uuid.uuid4().int % 250}"
+    switch = f"tbd{mark}s"
+    made: list[str] = []
+    try:
+        _ip("netns", "add", switch)
+        made.append(switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        found = []
+        for index in range(count):
+            host = Host(f"tbd{mark}h{index}", f"{subnet}.{index + 1}", f"net{index}")
+            _ip("netns", "add", host.name)
+            made.append(host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+            _ip("-n", host.name, "link", "add", "aside", "type", "veth", "peer", "beside")
+            _ip("-n", host.name, "link", "set", "beside", "up")
+            _ip("-n", host.name, "address", "add", f"192.168.{index}.1/24", "dev", "aside")
+            _ip("-n", host.name, "link", "set", "aside", "up")
+            port = f"port{index}"
+            _ip("-n", host.name, "link", "add", host.interface, "type", "veth", "peer", port)
+            _ip("-n", host.name, "link", "set", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.name, "link", "set", host.interface, "up")
+            found.append(host)
+        yield found
+    finally:
+        for name in made:
+            _ip("netns", "delete", name)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"

@@ -1,0 +1,61 @@
+"""Steps in step until rank ``--on`` misbehaves as the first argument says."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from torchbearer_ddp import collectives, signals
+from torchbearer_ddp.arguments import add_arguments
+from torchbearer_ddp.launch import run_distributed
+
+parser = add_arguments(argparse.ArgumentParser())
+parser.add_argument("event")
+parser.add_argument("--on", type=int, default=1)
+options = parser.parse_args()
+
+
+def misbehave(event):
+    if event == "raise":
+        raise ValueError("a bad sample")
+    if event == "exit":
+        sys.exit(3)
+    if event == "_exit":
+        os._exit(1)
+    if event == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if event == "leave":
+        sys.exit(0)
+    if event == "return":
+        return (number for number in range(3))
+    raise AssertionError(event)
+
+
+def step(number):
+    stop = bool(options.event == "polite" and signals.requested())
+    total = torch.tensor([float(stop)])
+    collectives.all_reduce([total], f"step {number}")
+    return total.item() > 0
+
+
+def train():
+    step(0)
+    print(f"rank {collectives.rank()} pid {os.getpid()}", flush=True)
+    for number in range(1, 60_000):
+        mine = number == 5 and collectives.rank() == options.on
+        if mine and options.event not in ("none", "polite", "stubborn"):
+            return misbehave(options.event)
+        if number == 5 and options.event in ("return", "leave"):
+            return "done"
+        if options.event == "stubborn":
+            signals.requested()  # and takes no notice
+        if step(number):
+            print(f"rank {collectives.rank()} saved", flush=True)
+            return "stopped"
+        time.sleep(0.001)
+
+
+print(run_distributed(train, options=options))
