@@ -21,9 +21,7 @@ from torchbearer.callbacks import imaging, init
 from torchbearer.callbacks.manifold_mixup import ManifoldMixup
 
 from tests.ranks import run_ranks
-from torchbearer_ddp import collectives
-from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
-from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
+from torchbearer_ddp import RankZeroOnly, collectives, data_parallel
 
 EPOCHS, CLASSES, IMAGE = 2, 3, (1, 6, 6)
 KEY = torchbearer.state_key("contract")
@@ -214,9 +212,9 @@ def run(name: str, folder: str, ours: list[Callback]) -> nn.Module:
     model = (case.model or network)()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     trial = Trial(model, optimizer, case.criterion, ["loss"], [*ours, case.make(folder)], verbose=0)
-    x, y = torch.randn(12, *IMAGE), torch.arange(12) % CLASSES
-    trial.with_train_data(x, y, batch_size=4, num_workers=0)
-    trial.with_val_data(x, y, batch_size=4, num_workers=0)
+    x, y = torch.randn(24, *IMAGE, generator=torch.Generator().manual_seed(0)), torch.arange(24)
+    trial.with_train_data(x, y % CLASSES, batch_size=4, num_workers=0)
+    trial.with_val_data(x, y % CLASSES, batch_size=4, num_workers=0)
     assert len(trial.run(EPOCHS)) in range(1, EPOCHS + 1)
     return model
 
@@ -245,7 +243,7 @@ def together(names: list[str], folder: str) -> None:
     for name in names:
         torch.manual_seed(collectives.rank())
         try:
-            model = run(name, folder, [SyncModel(), SyncGradients()])
+            model = run(name, folder, data_parallel())
         except Exception as error:
             raise AssertionError(f"{name} failed beside our callbacks") from error
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
