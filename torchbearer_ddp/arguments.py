@@ -252,7 +252,15 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         "slurm": dict(settings.get("slurm", {})),
     }
     if launcher == "slurm":
-        return Plan(**common)
+        for name in (*_PLACES, "host", "port"):
+            if name in given:
+                raise ValueError(
+                    f"{given.shown(name)} does not go with --launcher slurm, which places the ranks "
+                    "itself. Use --nodes and --ntasks-per-node."
+                )
+        # Which devices there are is only known on the nodes.
+        chosen = {name: given[name] for name in ("device", "backend") if name in given}
+        return Plan(**{**common, "slurm": {**chosen, **common["slurm"]}})
     if launcher == "inline":
         given.refuse_several("inline", "is one process. Name --launcher spawn, or leave it out.")
         place: dict[str, Any] = {}

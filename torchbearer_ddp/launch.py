@@ -77,9 +77,7 @@ def run_distributed(
         raise
     task = (worker_fn, tuple(args), kwargs or {})
     if plan.launcher == "slurm":
-        from torchbearer_ddp import slurm
-
-        return list(slurm.submit_and_follow(*task, plan))
+        return _submit(plan, task)
     if plan.first_rank == 0:
         print(plan.describe(_threads(plan)), file=sys.stderr, flush=True)
     if plan.launcher == "spawn":
@@ -95,6 +93,20 @@ def _plan(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Plan
         flags = read_options(options)
     plan = make_plan(merge(flags, overrides), os.environ, torch.cuda.device_count())
     return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
+
+
+def _submit(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
+    """Submits the ranks and waits for them; submitit is only imported if it is used."""
+    from torchbearer_ddp import slurm
+
+    try:
+        return slurm.submit_and_follow(*task, plan)
+    except ValueError as error:
+        _show_only_the_message(error, 2)
+        raise
+    except DistributedError as error:
+        _show_only_the_message(error, 1)
+        raise
 
 
 def _threads(plan: Plan) -> int:

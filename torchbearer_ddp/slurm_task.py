@@ -204,7 +204,8 @@ class _Attempt:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Leaves an account of the failure for whoever waits for the job, and ends this rank."""
-        report = worker.report_of(error)
+        frames = error.__traceback__  # the first is this file's own
+        report = worker.report_of(error.with_traceback(frames and frames.tb_next or frames))
         report.update(rank=self._rank, restart=self._restart, time=time.time())
         path = self._report_path()
         temporary = path.with_suffix(".part")
