@@ -17,12 +17,11 @@ from torchbearer_ddp.reducer.shared_memory import (
     Exchange,
     Neighbourhood,
     SharedMemoryTransport,
-    SlicedExchange,
 )
 from torchbearer_ddp.waiting import Wait, wait_for
 
 
-class HierarchicalExchange(SlicedExchange):
+class HierarchicalExchange(Exchange):
     """A bucket whose slices also travel between hosts, while backward goes on.
 
     Args:
