@@ -151,7 +151,10 @@ class TensorBoard(Callback):  # type: ignore[misc]
         """
         if self._write_epoch_metrics and collectives.is_rank_zero():
             kind = "epoch" if self._training else "evaluate"
-            self._add(_tagged(kind, state[torchbearer.METRICS]))
+            metrics = state[torchbearer.METRICS].items()
+            # Running metrics preview the final ones, on this rank's data: the steps showed them.
+            final = {name: value for name, value in metrics if not name.startswith("running_")}
+            self._add(_tagged(kind, final))
 
     def on_end(self, state: Any) -> None:
         """Gives the file back; everything is in it already."""
