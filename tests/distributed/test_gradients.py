@@ -462,3 +462,32 @@ def test_a_closure_that_runs_backward_twice_while_buckets_travel():
         return flat(model)
 
     assert torch.allclose(train_with(), train_with(closure=closure), atol=1e-6)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_on_the_wire(half):
+    @ranks(3)
+    def body():
+        def train_with(**options):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+            train(model, sync(transport="gloo", **options), steps=6)
+            assert_replicas_equal(model)
+            return flat(model)
+
+        exact, rounded = train_with(), train_with(compress=half)
+        assert not torch.equal(exact, rounded)
+        assert torch.allclose(exact, rounded, atol=1e-2)
+
+    body()
+
+
+def test_options_that_do_not_exist_are_named():
+    with pytest.raises(ValueError, match=r"compress is 'int8'.*'bf16', 'fp16'"):
+        SyncGradients(compress="int8")
+    with pytest.raises(ValueError, match="accumulate is 0"):
+        SyncGradients(accumulate=0)
+    with pytest.raises(ValueError, match="bucket_mb is -1"):
+        SyncGradients(bucket_mb=-1)
+    with pytest.raises(ValueError, match="check is -1"):
+        SyncModel(check=-1)

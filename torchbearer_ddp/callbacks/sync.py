@@ -17,6 +17,7 @@ from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.reducer.buckets import BUCKET_BYTES
 from torchbearer_ddp.reducer.header import Answer, Note
 from torchbearer_ddp.reducer.reducer import Options, Reducer, Timing
+from torchbearer_ddp.reducer.sums import HALVES
 
 
 class SyncModel(OrderedCallback):
@@ -144,6 +145,10 @@ class SyncGradients(OrderedCallback):
         weighted: Average by batch size instead of equally, for batches that differ between ranks.
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
         bucket_mb: The size of a bucket in MiB.
+        compress: ``'bf16'`` or ``'fp16'``: numbers travel between hosts in half precision, half the
+            bytes. They are still added in single precision, and rounded twice on their way; what
+            rounding takes away is not carried over to the next step (no error feedback). Ranks of
+            one host share memory, where there is nothing to save.
         accumulate: Exchange gradients and step every so many batches, on their average: what one
             step with so many times the batch would do. The rest of an epoch makes a smaller one.
 
@@ -171,12 +176,17 @@ class SyncGradients(OrderedCallback):
         weighted: bool = False,
         transport: str = "auto",
         bucket_mb: float = BUCKET_BYTES / 2**20,
+        compress: str | None = None,
         accumulate: int = 1,
     ) -> None:
         super().__init__()
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must have a size above 0.")
-        self._options = Options(transport, weighted, int(bucket_mb * 2**20))
+        if compress is not None and compress not in HALVES:
+            raise ValueError(
+                f"compress is {compress!r}: it is one of {', '.join(map(repr, HALVES))}, or None."
+            )
+        self._options = Options(transport, weighted, int(bucket_mb * 2**20), compress)
         self._accumulation = Accumulation(accumulate)
         self._reducer: Reducer | None = None
         self._trained: list[tuple[str, torch.nn.Parameter]] = []

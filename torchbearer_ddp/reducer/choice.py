@@ -25,7 +25,11 @@ _WORDS = {
 
 
 def choose(
-    group: Group, requested: str, device: torch.device, nbytes: int = 0
+    group: Group,
+    requested: str,
+    device: torch.device,
+    nbytes: int = 0,
+    compress: str | None = None,
 ) -> tuple[Transport, str]:
     """Chooses a transport; collective, and the same choice on every rank.
 
@@ -34,6 +38,7 @@ def choose(
         requested: One of :data:`TRANSPORTS`.
         device: Where the gradients live.
         nbytes: How much each rank is going to allocate: shared memory must have room for it.
+        compress: What travels between hosts instead of single precision, or None.
 
     Returns:
         The transport, and the line that rank zero tells the user.
@@ -58,11 +63,11 @@ def choose(
     wanted = best if requested == "auto" or group.member.world_size == 1 else requested
     if wanted == backend:
         why = because if requested in ("auto", best) else "as requested"
-        return CollectiveTransport(group, backend), _line(backend, why)
+        return CollectiveTransport(group, backend, compress), _line(backend, why)
     problem = because
     if wanted == best:
         try:
-            return _shared(group, by_host, nbytes), _line(wanted, because)
+            return _shared(group, by_host, nbytes, compress), _line(wanted, because)
         except SegmentError as error:
             problem = str(error)
     if requested != "auto":
@@ -70,7 +75,9 @@ def choose(
             f"transport={requested!r} is not possible: {problem}. Use transport='auto', which "
             f"falls back to {backend} where it must."
         )
-    return CollectiveTransport(group, backend), _line(backend, f"not {wanted}, since {problem}")
+    return CollectiveTransport(group, backend, compress), _line(
+        backend, f"not {wanted}, since {problem}"
+    )
 
 
 def _best(by_host: list[list[Process]], device: torch.device, backend: str) -> tuple[str, str]:
@@ -92,13 +99,15 @@ def _best(by_host: list[list[Process]], device: torch.device, backend: str) -> t
     return "hierarchical", f"each of the {len(counts)} hosts has {counts[0]} ranks"
 
 
-def _shared(group: Group, by_host: list[list[Process]], nbytes: int) -> Transport:
+def _shared(
+    group: Group, by_host: list[list[Process]], nbytes: int, compress: str | None
+) -> Transport:
     ranks = [[process.rank for process in local] for local in by_host]
     local = next(local for local, on in zip(by_host, ranks, strict=True) if group.member.rank in on)
     share(local, nbytes)  # only to see that there is room: a bucket would find out too late
     if len(by_host) == 1:
         return SharedMemoryTransport(group, local)
-    return HierarchicalTransport(group, by_host, local)
+    return HierarchicalTransport(group, by_host, local, compress)
 
 
 def _line(name: str, because: str) -> str:

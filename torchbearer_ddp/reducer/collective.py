@@ -1,50 +1,52 @@
-"""Buckets through torch.distributed's own all-reduce: gloo between CPUs, NCCL between GPUs."""
+"""Buckets through torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from torchbearer_ddp.process_group import Group
-from torchbearer_ddp.waiting import Wait, wait_for
+from torchbearer_ddp.reducer import sums
+from torchbearer_ddp.waiting import Wait
 
 
 class CollectiveTransport:
-    """One asynchronous all-reduce per bucket.
+    """One asynchronous sum per bucket, over all ranks.
 
     Args:
         group: The group of all ranks.
         name: What to call it: the backend that serves the gradients' device.
+        compress: What travels instead of single precision, or None.
     """
 
-    def __init__(self, group: Group, name: str) -> None:
+    overlaps = True
+
+    def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
         self.name = name
-        self.overlaps = True
         self._group = group
-        self._works: dict[int, Any] = {}
-        self._headers: dict[int, int] = {}
+        self._compress = compress
+        self._sums: dict[int, tuple[sums.Sum, torch.Tensor]] = {}
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
     ) -> torch.Tensor:
         """Ordinary memory."""
         bucket = torch.zeros(numel, dtype=dtype, device=device)
-        self._headers[bucket.data_ptr()] = header
+        way = sums.make(self._group.gradients, bucket, header, self._compress)
+        self._sums[id(bucket)] = (way, bucket[: numel - header])
         return bucket
 
     def start(self, bucket: torch.Tensor, wait: Wait, weight: float = 1.0) -> None:
         """Weights the bucket and hands it to the backend's own threads or stream."""
         del wait
-        key = bucket.data_ptr()
+        way, body = self._sums[id(bucket)]
         if weight != 1.0:
-            bucket[: bucket.numel() - self._headers[key]].mul_(weight)
-        self._works[key] = dist.all_reduce(bucket, group=self._group.gradients, async_op=True)
+            body.mul_(weight)
+        way.start()
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
         """Waits for the backend."""
-        wait_for(self._works.pop(bucket.data_ptr()), wait)
+        self._sums[id(bucket)][0].finish(wait)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Lets go of the buckets."""
+        self._sums.clear()

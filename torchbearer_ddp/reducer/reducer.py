@@ -41,11 +41,13 @@ class Options:
         transport: The name of the transport, or ``auto``.
         weighted: True to weight each rank by its batch size.
         bucket_bytes: The size of a bucket.
+        compress: ``bf16`` or ``fp16`` on the wire, or None.
     """
 
     transport: str = "auto"
     weighted: bool = False
     bucket_bytes: int = layout.BUCKET_BYTES
+    compress: str | None = None
 
 
 class Reducer:
@@ -80,6 +82,7 @@ class Reducer:
             options.transport,
             self._buckets[-1].device,
             sum(b.numel * b.dtype.itemsize for b in self._buckets) + 8 * header,
+            options.compress,
         )
         layout.allocate(self._buckets, self._dense, self._transport, header)
         self._header = layout.header_of(self._buckets, group.member.rank, world)
