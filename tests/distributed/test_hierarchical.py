@@ -20,6 +20,7 @@ from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import collectives, process_group
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.reducer import hosts, segment
+from torchbearer_ddp.reducer.choice import choose
 
 
 def play_hosts(layout):
@@ -70,6 +71,29 @@ def test_several_buckets_in_flight_have_the_same_bits_everywhere():
     buckets[1].fill_(collectives.rank())  # after the sum it belongs to this rank alone
     collectives.barrier()
     assert torch.equal(buckets[1], torch.full((40000,), float(collectives.rank())))
+
+
+@pytest.mark.parametrize("compress", ["bf16", "fp16"])
+def test_half_precision_between_hosts_with_an_exact_header(compress):
+    def body():
+        play_hosts("aabb")
+        transport, _ = choose(process_group.current(), "auto", CPU, 0, compress)
+        sizes = [3, 5, 1000, 70001]
+        buckets = [transport.allocate(n, torch.float32, CPU, header=3) for n in sizes]
+        for step in range(30):
+            waits = [waiting(f"bucket {i}") for i in range(len(buckets))]
+            for bucket, wait in zip(buckets, waits, strict=True):
+                bucket.fill_(1.001 + collectives.rank())
+                bucket[-3:] = 40001.0 + step
+                transport.start(bucket, wait, 0.25)
+            for bucket, wait in zip(buckets, waits, strict=True):
+                transport.finish(bucket, wait)
+                assert bucket[-3:].tolist() == [4 * (40001.0 + step)] * 3
+                assert torch.allclose(bucket[:-3], torch.tensor(2.501), rtol=2**-7)
+        assert all(alike(bucket) for bucket in buckets)
+        assert buckets[2][0] != 2.501  # it was rounded on its way
+
+    run_ranks(body, 4)
 
 
 def test_a_killed_peer_is_named_on_both_hosts(tmp_path):

@@ -123,8 +123,8 @@ class Exchange:
         self._hood = hood
         self._stamps = [segment.place(p, 0, _Stamp) for p in range(hood.size)]
         begin, end = _slice(numel, dtype.itemsize, hood.me, hood.size)
-        self._total = parts[0][begin:end]
         body = min(max(begin, numel - header), end)
+        self._slice, self._slice_header = parts[0][begin:end], end - body
         step = max(1, CACHE_BYTES // (hood.size * dtype.itemsize))
         #: By chunk of this rank's slice: the same numbers' places in every rank's part, and
         #: whether they belong to the header.
@@ -153,11 +153,15 @@ class Exchange:
             self._sum()
         return self._summed
 
-    def complete(self, wait: Wait) -> None:
-        """Sums this rank's slice, and waits for the others' slices."""
+    def join(self, wait: Wait) -> None:
+        """Sums this rank's slice as soon as all have arrived."""
         if not self._summed:
             self._arrivals.complete(wait)
             self._sum()
+
+    def complete(self, wait: Wait) -> None:
+        """Waits for the others' slices."""
+        self.join(wait)
         self._departures.complete(wait)
 
     def _sum(self) -> None:
