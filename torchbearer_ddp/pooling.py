@@ -16,12 +16,15 @@ _STACK = 256
 
 
 class Ledger:
-    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` of one rank."""
+    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` of one rank.
+
+    Its attributes are plain data, so a checkpoint in mid-epoch can hold them.
+    """
 
     def __init__(self) -> None:
-        self._sums = _Column()
-        self._squares = _Column()
+        self._columns: dict[str, list[torch.Tensor]] = {}
         self._counts: list[float] = []
+        self._loose = 0
         self._every_batch = True
 
     def take(self, metric: Any) -> None:
@@ -29,39 +32,27 @@ class Ledger:
         if not torch.is_tensor(metric._sum):  # this batch did not feed it
             self._every_batch = False
             return
-        self._sums.add(metric._sum)
+        self._columns.setdefault("sums", []).append(metric._sum[None])
         if isinstance(metric, Var):
-            self._squares.add(metric._sum_sq)
+            self._columns.setdefault("squares", []).append(metric._sum_sq[None])
         self._counts.append(float(metric._count))
+        self._loose += 1
+        if self._loose == _STACK:  # so that a long epoch takes little memory
+            for column in self._columns.values():
+                column[-_STACK:] = [torch.cat(column[-_STACK:])]
+            self._loose = 0
 
     def entry(self) -> dict[str, Any] | None:
-        """The ledger as plain data, or None if nothing was added."""
+        """The ledger as plain data for other ranks, or None if nothing was added."""
         if not self._counts:
             return None
+        columns = {name: torch.cat(column).cpu() for name, column in self._columns.items()}
         return {
-            "sums": self._sums.stacked(),
-            "squares": self._squares.stacked(),
+            "squares": None,
+            **columns,
             "counts": torch.tensor(self._counts, dtype=torch.float64),
             "every batch": self._every_batch,
         }
-
-
-class _Column:
-    """Many small tensors, stacked as they come so that a long epoch takes little memory."""
-
-    def __init__(self) -> None:
-        self._stacks: list[torch.Tensor] = []
-        self._loose: list[torch.Tensor] = []
-
-    def add(self, value: torch.Tensor) -> None:
-        self._loose.append(value)
-        if len(self._loose) == _STACK:
-            self._stacks.append(torch.stack(self._loose))
-            self._loose = []
-
-    def stacked(self) -> torch.Tensor | None:
-        stacks = self._stacks + ([torch.stack(self._loose)] if self._loose else [])
-        return torch.cat(stacks).cpu() if stacks else None
 
 
 def empty(metric: Any) -> None:
