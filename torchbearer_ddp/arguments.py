@@ -255,8 +255,8 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         for name in (*_PLACES, "host", "port"):
             if name in given:
                 raise ValueError(
-                    f"{given.shown(name)} does not go with --launcher slurm, which places the ranks "
-                    "itself. Use --nodes and --ntasks-per-node."
+                    f"{given.shown(name)} does not go with --launcher slurm, which places the "
+                    "ranks itself. Use --nodes and --ntasks-per-node."
                 )
         # Which devices there are is only known on the nodes.
         chosen = {name: given[name] for name in ("device", "backend") if name in given}

@@ -99,8 +99,9 @@ def _submit(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
     """Submits the ranks and waits for them; submitit is only imported if it is used."""
     from torchbearer_ddp import slurm
 
+    worker_fn, args, kwargs = task
     try:
-        return slurm.submit_and_follow(*task, plan)
+        return slurm.submit_and_follow(worker_fn, args, kwargs, plan)
     except ValueError as error:
         _show_only_the_message(error, 2)
         raise

@@ -19,6 +19,8 @@ from types import FrameType
 
 #: A terminal or a launcher may send one request twice, to the process and to its group.
 ECHO_SECONDS = 1.0
+#: Interrupts what the main thread waits for, and does nothing else.
+_WAKE = signal.SIGURG
 
 
 class _State:
@@ -78,6 +80,7 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     signums = [signal.SIGTERM, signal.SIGINT, *free]
     _state = _State()
     previous = {s: signal.signal(s, handle) for s in signums}
+    previous[_WAKE] = signal.signal(_WAKE, lambda signum, frame: None)
     watchdog = _Watchdog(grace, signums)
     try:
         yield
@@ -132,6 +135,8 @@ class _Watchdog:
     def _watch(self) -> None:
         while not self._closed.is_set():
             for signum in os.read(self._reader, 64):
+                if signum == signal.SIGUSR2:  # another thread takes it where the main one blocks it
+                    signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
                 if signum in self._signums and not self._closed.wait(self._grace):
                     end(signum)
 

@@ -204,8 +204,9 @@ class _Attempt:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Leaves an account of the failure for whoever waits for the job, and ends this rank."""
-        frames = error.__traceback__  # the first is this file's own
-        report = worker.report_of(error.with_traceback(frames and frames.tb_next or frames))
+        if (own := error.__traceback__) and own.tb_next:
+            error = error.with_traceback(own.tb_next)  # the user's frames come after this file's
+        report = worker.report_of(error)
         report.update(rank=self._rank, restart=self._restart, time=time.time())
         path = self._report_path()
         temporary = path.with_suffix(".part")

@@ -43,7 +43,7 @@ class Cluster:
         files = list((self.state / "run").glob("*.pid"))
         pids = [int(path.read_text()) for path in files if not path.name.startswith("own.")]
         self._script("stop-slurm.sh", 120)
-        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        return [pid for pid in pids if _runs(pid)]
 
     def _script(self, name: str, seconds: float) -> None:
         environment = {**os.environ, "PORT": str(self._port)}
@@ -81,6 +81,13 @@ class Cluster:
 
 def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _environment(pid: int) -> bytes:
