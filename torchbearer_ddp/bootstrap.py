@@ -43,6 +43,7 @@ if __name__ == "__main__":
     index, parent, task, reports = map(int, sys.argv[1:])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker runs: an end without noise
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.set_inheritable(reports, False)
     head, payload = read_task(task)
     sys.path[:], sys.argv[:] = head["path"], head["argv"]

@@ -80,9 +80,13 @@ def run_distributed(
         return _submit(plan, task)
     if plan.first_rank == 0:
         print(plan.describe(_threads(plan)), file=sys.stderr, flush=True)
-    if plan.launcher == "spawn":
+    if plan.launcher != "spawn":
+        return [_run_here(plan, task)]
+    try:
         return _spawn(plan, task)
-    return [_run_here(plan, task)]
+    except DistributedError as error:
+        _show_only_the_message(error, 1)
+        raise
 
 
 def _plan(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Plan:
@@ -141,9 +145,6 @@ def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
         results = Supervisor(plan, threads, tell_the_others).run(task)
         seconds = rendezvous.LEAVE_SECONDS
         return results
-    except DistributedError as error:
-        _show_only_the_message(error, 1)
-        raise
     finally:
         if base is not None and plan.world_size > plan.local_world_size:
             store = rendezvous.run_store(base, plan.prefix)

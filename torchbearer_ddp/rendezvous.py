@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import pathlib
+import select
 import socket
 import threading
 import time
@@ -32,6 +33,9 @@ DEFAULT_TIMEOUT = 300.0
 LEAVE_SECONDS = 3.0
 ABANDON_SECONDS = 2.0
 _POLL_SECONDS = 0.02
+_RETRY_SECONDS = 0.1
+#: A program that is not a store may say so itself.
+_SPEAK_SECONDS = 0.05
 _T = TypeVar("_T")
 
 #: Stores that this process holds on a fixed port. They stay open until it ends: another rank may
@@ -111,7 +115,23 @@ def serve_store(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:
-    """Connects to the store, within the timeout whatever listens there."""
+    """Connects to the store, within the timeout whatever listens there.
+
+    Args:
+        host: The address of the store.
+        port: Its port.
+        timeout: Seconds that this, and any request to the store, may take.
+    """
+    deadline = time.monotonic() + timeout
+    late = (
+        f"No rendezvous at {host}:{port} within {timeout:g} s: rank 0 has not started there, or "
+        "something else holds that port. Start rank 0 on that host with the same --port, or "
+        "choose another port on every node."
+    )
+    while not _answers(host, port, deadline):
+        if time.monotonic() > deadline:
+            raise LaunchError(late)
+        time.sleep(_RETRY_SECONDS)
     return in_time(
         lambda: TCPStore(
             host,
@@ -120,11 +140,22 @@ def connect(host: str, port: int, timeout: float) -> TCPStore:
             timeout=datetime.timedelta(seconds=timeout),
             wait_for_workers=False,
         ),
-        time.monotonic() + timeout,
-        f"No rendezvous at {host}:{port} within {timeout:g} s: rank 0 has not started there, or "
-        "something else holds that port. Start rank 0 on that host with the same --port, or "
-        "choose another port on every node.",
+        deadline,
+        late,
     )
+
+
+def _answers(host: str, port: int, deadline: float) -> bool:
+    """True if something listens there that could be a store: one that waits to be spoken to.
+
+    torch would retry as well, but with a screenful of warnings each time.
+    """
+    wait = max(_RETRY_SECONDS, deadline - time.monotonic())
+    try:
+        with socket.create_connection((host, port), wait) as probe:
+            return not select.select([probe], [], [], _SPEAK_SECONDS)[0]
+    except OSError:
+        return False
 
 
 def run_store(base: Store, prefix: str) -> Store:

@@ -47,6 +47,8 @@ class StartedRank:
         environment = dict(os.environ)
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
+        # Blocked until the rank can deal with it: Python's start-up would show a traceback.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which
             # passes it on once, and the rank's own children can be ended with it.
@@ -58,6 +60,7 @@ class StartedRank:
                 start_new_session=True,
             )
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(writer)
 
     def read(self) -> None:

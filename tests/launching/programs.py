@@ -103,7 +103,7 @@ class Program:
     def code(self, seconds: float = 60.0) -> int:
         """Its exit code, once it and all that it has started have ended."""
         try:
-            self.process.wait(seconds)
+            self.process.wait(bound(seconds))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:g} s\n{self.text()}") from None
         for reader in self._readers:
@@ -120,9 +120,14 @@ class Program:
         return "".join(line for line in lines if "torch/distributed/run.py" not in line)
 
 
+def bound(seconds: float) -> float:
+    """Seconds that a promise may take: longer where other work has taken the cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def until(condition: Callable[[], bool], seconds: float) -> None:
     """Waits for a condition."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + bound(seconds)
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
         time.sleep(0.02)
