@@ -60,7 +60,7 @@ class Cluster:
 
     def command(self, *words: str) -> str:
         """What a command of Slurm prints."""
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
