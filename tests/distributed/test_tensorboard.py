@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import time
 import warnings
 from pathlib import Path
 
@@ -96,15 +97,11 @@ def test_the_same_curves_on_one_rank_and_on_two(tmp_path):
 
 
 def timed(folder):
-    logged = TensorBoard(folder, batch_step_size=1, write_graph=False)
-
     @on_step_training
     def slow(state):
-        if collectives.rank() == 1:
-            for _ in range(400):  # rank one computes for longer
-                torch.randn(100, 100).mm(torch.randn(100, 100))
+        time.sleep(0.1 * collectives.rank())  # rank one has more to do
 
-    trial_with(logged, slow).run(1)
+    trial_with(slow, TensorBoard(folder, batch_step_size=1, write_graph=False)).run(1)
 
 
 def test_times_and_speed_add_up(tmp_path):
@@ -115,10 +112,10 @@ def test_times_and_speed_add_up(tmp_path):
         part: [value for _, value in curve(events, f"step_time_ms/{part}")]
         for part in ("compute", "waiting", "moving")
     }
-    for step in range(1, STEPS):  # 2 ranks x 4 samples
+    for step in range(STEPS):  # 2 ranks x 4 samples
         whole = sum(values[step] for values in parts.values())
-        assert 2 * 4 / (whole / 1000) == pytest.approx(speeds[step], rel=0.05)
-        assert parts["waiting"][step] > parts["moving"][step]
+        assert 2 * 4 / (whole / 1000) == pytest.approx(speeds[step], rel=1e-3)
+    assert sum(parts["waiting"]) > 100  # of the 400 ms by which rank one was late
 
 
 def resumed(folder, total, state):
@@ -187,17 +184,28 @@ def test_nested_metrics_have_a_curve_each_and_what_is_no_number_is_named_once(tm
     assert found == {"pair_0": 1.0, "pair_1": 2.0, "by_a_1": 4.0}
 
 
-def weights_after(*callbacks):
-    trial = trial_with(*callbacks)
+class Dice(nn.Module):
+    """Draws a random number and counts whenever it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + torch.rand(1)
+
+
+def state_after(*callbacks):
     torch.manual_seed(5)
+    trial = trial_with(*callbacks, model=nn.Sequential(Dice(), network()))
     trial.run(2)
     tensors = trial.state[torchbearer.MODEL].state_dict().values()
     return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
 
 
 def test_logging_changes_nothing_in_the_training(tmp_path):
-    plain = weights_after()
-    assert torch.equal(plain, weights_after(TensorBoard(tmp_path, batch_step_size=1)))
+    assert torch.equal(state_after(), state_after(TensorBoard(tmp_path, batch_step_size=1)))
     assert read(tmp_path).Tags()["graph"]
 
 

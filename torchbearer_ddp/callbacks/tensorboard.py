@@ -22,6 +22,7 @@ from torchbearer.callbacks import Callback
 from torchbearer_ddp import collectives, randomness
 from torchbearer_ddp.callbacks.sync import SyncGradients
 from torchbearer_ddp.event_file import EventFile
+from torchbearer_ddp.reducer.reducer import Timing
 
 _GLOBAL_STEP = "global_step"
 
@@ -234,6 +235,7 @@ class _Speed:
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
+        self._timing: Timing | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -247,20 +249,26 @@ class _Speed:
 
     def stop(self, state: Any) -> None:
         """The step is done."""
-        self._seconds += time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._since
+        self._seconds += seconds
         self._steps += 1
         self._samples += collectives.world_size() * _batch_size(state[torchbearer.X])
         for callback in state[torchbearer.CALLBACK_LIST]:
             if isinstance(callback, SyncGradients):
                 self._exchanges = True
-                self._waiting += callback.timing.waiting
-                self._moving += callback.timing.moving
+                timing = callback.timing
+                if timing is not self._timing:  # a step that only accumulates exchanges nothing
+                    self._timing = timing
+                    moving = min(timing.moving, seconds)
+                    self._moving += moving
+                    # Known from the other ranks' clocks, so it may be a little more than there is.
+                    self._waiting += min(timing.waiting, seconds - moving)
 
     def read(self) -> dict[str, Any]:
         """The averages since the last reading; the three parts of a step add up to the whole."""
         values = {"speed/samples_per_second": self._samples / max(self._seconds, 1e-9)}
         if self._exchanges:
-            compute = max(0.0, self._seconds - self._waiting - self._moving)
+            compute = self._seconds - self._waiting - self._moving
             parts = {"compute": compute, "waiting": self._waiting, "moving": self._moving}
             for part, seconds in parts.items():
                 values[f"step_time_ms/{part}"] = 1000 * seconds / self._steps
