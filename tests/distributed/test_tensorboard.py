@@ -16,7 +16,7 @@ from torchbearer import Trial
 from torchbearer.callbacks import on_step_training
 
 from tests.ranks import ranks, run_ranks
-from torchbearer_ddp import collectives
+from torchbearer_ddp import Checkpoint, collectives
 from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
 from torchbearer_ddp.callbacks.tensorboard import TensorBoard
 
@@ -295,3 +295,14 @@ def test_every_step_is_on_disk_when_the_process_is_ended(tmp_path):
 def test_a_step_size_below_one_is_refused():
     with pytest.raises(ValueError, match="batch_step_size is 0: write every 1 step or more"):
         TensorBoard("x", batch_step_size=0)
+
+
+def checkpointed(folder, epochs):
+    logged = TensorBoard(f"{folder}/logs", batch_step_size=1, write_graph=False)
+    trial_with(logged, Checkpoint(f"{folder}/checkpoints")).run(epochs)
+
+
+def test_checkpoint_keeps_the_step(tmp_path):
+    run_ranks(checkpointed, 2, (str(tmp_path), 1))
+    run_ranks(checkpointed, 2, (str(tmp_path), 2))
+    assert steps(read(tmp_path / "logs"), "batch/running_loss") == list(range(1, 2 * STEPS + 1))
