@@ -10,11 +10,12 @@ import stat
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import run_ranks
-from torchbearer_ddp import Checkpoint, collectives, spare_ports
+from torchbearer_ddp import Checkpoint, collectives, slurm, spare_ports
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.launch import run_distributed
 from torchbearer_ddp.mentions import mentions
@@ -243,7 +244,7 @@ import os, signal, subprocess, sys, time
 from torchbearer_ddp import signals, slurm_task
 
 signal.signal(signal.SIGUSR2, signals.handle)
-slurm_task._shield_children(signal.SIGUSR2)
+slurm_task._take(signal.SIGUSR2)
 program = 'import time; print("up", flush=True); time.sleep(60)'
 child = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -265,3 +266,30 @@ def test_the_signal_stops_the_rank_and_spares_the_processes_it_started():
     )
     assert done.stdout == "True True None\n", done.stderr
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+_HELD_BACK = """
+import os, signal, sys
+sys.path[:0] = sys.argv[1:]
+os.kill(os.getpid(), signal.SIGUSR2)  # while the task is still being imported
+from torchbearer_ddp import signals, slurm_task
+signal.signal(signal.SIGUSR2, signals.handle)
+try:
+    slurm_task._take(signal.SIGUSR2)
+    while True:
+        pass
+except SystemExit:
+    print('handled')
+"""
+
+
+def test_a_signal_during_the_first_imports_waits_for_its_handler(tmp_path):
+    start = Path(slurm.__file__).with_name("slurm_start.py").read_text()
+    head = start[: start.index("    from submitit")]
+    program = tmp_path / "start.py"
+    program.write_text(head + _HELD_BACK.replace("\n", "\n    "))
+    root = str(Path(slurm.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, str(program), root], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "handled\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -212,6 +213,11 @@ class _Executor(SlurmExecutor):
         shared = self._equivalence_dict() or {}
         common = self._convert_parameters({k: v for k, v in parameters.items() if k in shared})
         return {**{k: v for k, v in parameters.items() if k not in shared}, **common}
+
+    @property
+    def _submitit_command_str(self) -> str:
+        start = Path(__file__).with_name("slurm_start.py")
+        return f"{self.python} -u {shlex.quote(str(start))} {shlex.quote(str(self.folder))}"
 
     def script(self) -> str:
         """The script that sbatch is given."""

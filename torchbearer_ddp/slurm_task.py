@@ -61,7 +61,7 @@ class SlurmTask:
         try:
             # submitit's handler would save and requeue at once, in mid-step, on rank zero alone.
             signal.signal(_signal(), signals.handle)
-            _shield_children(_signal())
+            _take(_signal())
             attempt.begin()
             sys.path[:] = [*self._path, *(entry for entry in sys.path if entry not in self._path)]
             sys.argv[:] = self._argv
@@ -100,15 +100,19 @@ def _signal() -> signal.Signals:
     return signal.Signals(JobEnvironment._usr_sig())
 
 
-def _shield_children(signum: signal.Signals) -> None:
-    """Keeps the signal from processes that are started from now on, such as loader workers.
+def _take(signum: signal.Signals) -> None:
+    """Takes the signal in a thread of its own, so that no process started from now on gets it.
 
-    Slurm sends it to every process of the step, and it ends those that do not know it. They inherit
-    the main thread's mask; in this process another thread takes the signal, and Python still runs
-    the handler in the main one.
+    Slurm sends it to every process of the step, also to loader workers, and it ends those that do
+    not know it. They inherit the main thread's mask; Python still runs the handler in that thread.
     """
-    threading.Thread(target=threading.Event().wait, daemon=True, name=signum.name).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+
+    def wait() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
+        threading.Event().wait()
+
+    threading.Thread(target=wait, daemon=True, name=signum.name).start()
 
 
 def _say(line: str) -> None:

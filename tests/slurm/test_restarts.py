@@ -64,7 +64,8 @@ def test_preemption_by_a_job_of_a_higher_partition(
 
 
 def test_time_limit(submit, uninterrupted, wait_until_held):
-    job = submit({0: 4}, timeout_min=1, slurm_signal_delay_s=55)
+    # Slurm looks at the limits every half a minute, so the signal comes after 30 to 60 seconds.
+    job = submit({0: 4}, timeout_min=1, slurm_signal_delay_s=30)
     wait_until_held()
     _assert_same(job.results(), uninterrupted, 1)
 

@@ -1,0 +1,20 @@
+"""The first lines of a submitted task; run as a file, so that nothing is imported before them.
+
+Slurm's signal may come while torch is still being imported, and would end the process. It is held
+back until the task can handle it.
+"""
+
+import sys
+
+sys.path[0] = ""  # modules are found from where the job was submitted, not inside this package
+
+import os
+import signal
+
+if __name__ == "__main__":
+    _name = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
+    signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, _name)})
+
+    from submitit.core.submission import submitit_main
+
+    submitit_main()
