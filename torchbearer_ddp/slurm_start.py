@@ -6,7 +6,7 @@ back until the task can handle it.
 
 import sys
 
-sys.path[0] = ""  # modules are found from where the job was submitted, not inside this package
+del sys.path[0]  # this package's own folder, whose modules are not to be imported from here
 
 import os
 import signal
@@ -14,6 +14,7 @@ import signal
 if __name__ == "__main__":
     _name = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
     signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, _name)})
+    sys.path.insert(0, "")  # where the job was submitted from, as with python -m
 
     from submitit.core.submission import submitit_main
 
