@@ -40,7 +40,15 @@ class OrderedCallback(Callback):  # type: ignore[misc]
 
 
 class OrderedCallbackList(CallbackList):  # type: ignore[misc]
-    """A torchbearer callback list that honours :attr:`OrderedCallback.order`."""
+    """A torchbearer callback list that honours :attr:`OrderedCallback.order`.
+
+    Args:
+        callback_list: The callbacks, in the user's order.
+    """
+
+    def __init__(self, callback_list: list[Callback]) -> None:
+        self._orders: dict[str, tuple[int, list[Callback]]] = {}
+        super().__init__(callback_list)
 
     @classmethod
     def over(cls, callbacks: CallbackList) -> OrderedCallbackList:
@@ -59,9 +67,14 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
 
     def in_order(self, hook: str) -> list[Callback]:
         """The callbacks in the order in which this hook calls them."""
-        return sorted(
-            self.callback_list, key=lambda callback: getattr(callback, "order", {}).get(hook, 0)
-        )
+        # Sorted once: this is on the way of every step. A callback may still be appended later.
+        known, ordered = self._orders.get(hook, (-1, []))
+        if known != len(self.callback_list):
+            ordered = sorted(
+                self.callback_list, key=lambda callback: getattr(callback, "order", {}).get(hook, 0)
+            )
+            self._orders[hook] = (len(ordered), ordered)
+        return ordered
 
 
 def _ordered(hook: str) -> Callable[[OrderedCallbackList, Any], None]:

@@ -193,6 +193,7 @@ class SyncGradients(OrderedCallback):
         self._frozen: list[bool] = []
         self._asked = False
         self._ran_backward = False
+        self._announced = False
         self._answer: Answer | None = None
 
     @property
@@ -297,7 +298,6 @@ class SyncGradients(OrderedCallback):
             signals.request(last)
 
     def _new_reducer(self, group: process_group.Group, state: Any) -> Reducer:
-        first = self._reducer is None
         self._close()
         model = state[torchbearer.MODEL]
         trained = [(n, p) for n, p in self._trained if p.requires_grad]
@@ -313,10 +313,13 @@ class SyncGradients(OrderedCallback):
             _sparse_parameters(model),
             self._options,
         )
-        if first and wrapped:
-            announce("the model is wrapped in DistributedDataParallel, which averages gradients")
-        elif first:
-            announce(reducer.choice)
+        if not self._announced:
+            announce(
+                "the model is wrapped in DistributedDataParallel, which averages the gradients"
+                if wrapped
+                else reducer.choice
+            )
+            self._announced = True
         return reducer
 
     def _close(self) -> None:

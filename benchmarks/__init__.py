@@ -1,0 +1,1 @@
+"""Side by side with torch's DistributedDataParallel: always in one run, interleaved, as ratios."""

@@ -1,0 +1,78 @@
+"""Runs the benchmarks, prints tables, writes a JSON file and the plots of the documentation.
+
+python -m benchmarks            # everything, about twenty minutes
+python -m benchmarks --quick    # a look at whether it works, under two minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import hosts, launching, models, one_host, plots, report, single
+from torchbearer_ddp import __version__
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "torchbearer_ddp": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def measure(parts: list[str], quick: bool) -> dict[str, Any]:
+    """Runs the named parts."""
+    rounds, seconds = (2, 0.05) if quick else (9, 0.4)
+    names = ["mlp", "conv"] if quick else list(models.CASES)
+    worlds = [2] if quick else [2, 4]
+    found: dict[str, Any] = {"machine": machine(), "quick": quick}
+    if "single" in parts:
+        found["single process"] = single.run(4 * rounds, seconds)
+    if "models" in parts:
+        found["one host"] = one_host.run(names, worlds, rounds, seconds)
+    if "scaling" in parts:
+        sizes = [10_000] if quick else [10_000, 100_000, 1_000_000, 10_000_000, 50_000_000]
+        found["scaling"] = one_host.scaling(sizes, [2] if quick else [2, 4, 8], rounds, seconds)
+    if "launch" in parts:
+        found["launch"] = launching.run(1 if quick else 5)
+    if "hosts" in parts and os.geteuid() == 0:
+        speeds = ["1gbit"] if quick else ["1gbit", "10gbit"]
+        found["two hosts"] = hosts.run(speeds, [2] if quick else [1, 2], min(rounds, 5), seconds)
+    return found
+
+
+def main() -> None:
+    every = ["single", "models", "scaling", "launch", "hosts"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds: proves that it works")
+    parser.add_argument("--only", nargs="+", choices=every, default=every)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
+    options = parser.parse_args()
+    found = measure(options.only, options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(found, indent=1))
+    print(report.text(found))
+    plots.draw(found, options.out)
+    print(f"\nwritten: {options.out}/results.json and the plots beside it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Two hosts: network namespaces with a link of a given speed, and the bytes that cross it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure, models, steps
+from tests.hosts import Host, hosts
+from torchbearer_ddp import collectives, run_distributed
+
+PORT = 29400
+
+
+def run(speeds: list[str], ranks: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Measures the wide MLP over each link speed, with each number of ranks a host.
+
+    Args:
+        speeds: As ``tc`` writes them: ``1gbit``.
+        ranks: The numbers of ranks on each host.
+        rounds: How often each way takes its turn.
+        seconds: About how long a turn takes.
+    """
+    tables = []
+    for speed in speeds:
+        for per_host in ranks:
+            with hosts(2) as both:
+                for host in both:
+                    _shape(host, speed)
+                tables.append(
+                    {
+                        "link": speed,
+                        "ranks a host": per_host,
+                        **_both(both, per_host, rounds, seconds),
+                    }
+                )
+    return tables
+
+
+def _shape(host: Host, speed: str) -> None:
+    subprocess.run(
+        ["ip", "netns", "exec", host.name, "tc", "qdisc", "add", "dev", host.interface, "root",
+         "tbf", "rate", speed, "burst", "512kb", "latency", "50ms"],
+        check=True,
+    )  # fmt: skip
+
+
+def _both(both: list[Host], per_host: int, rounds: int, seconds: float) -> dict[str, Any]:
+    """Starts the same command on each host, as a user would; the first one prints the results."""
+    started = []
+    for node, host in enumerate(both):
+        command = [
+            *host.command, sys.executable, "-m", "benchmarks.hosts", host.interface,
+            str(rounds), str(seconds), "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", str(per_host), "--host", both[0].address, "--port", str(PORT),
+        ]  # fmt: skip
+        # The namespaces are one machine: without this its ranks would share memory across them.
+        env = {**os.environ, "TORCHBEARER_DDP_HOST_ID": host.name}
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=1800)[0] for process in started]
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"the benchmark on two hosts failed: {outputs}")
+    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return found
+
+
+def _measure(interface: str, rounds: int, seconds: float) -> dict[str, Any]:
+    case = models.CASES["wide"]
+    several = collectives.world_size() > 2
+    names = steps.ways(["gloo", *(["hierarchical"] if several else [])], ["bf16"])
+    names = [name for name in names if name != steps.PER_PARAMETER]
+    sent: dict[str, float] = {}
+
+    def prepare(way: str, case: models.Case) -> steps.Steps:
+        run = steps.in_a_loop(way, case)
+
+        def counted(count: int) -> float:
+            before = _sent_bytes(interface)
+            took = run(count)
+            sent[way] = (_sent_bytes(interface) - before) / count
+            return took
+
+        return counted
+
+    results = measure.interleaved(case, names, prepare, rounds=rounds, seconds=seconds)
+    parameters = sum(p.numel() for p in case.build().parameters())
+    hosts_count = 2
+    return {
+        "model": case.title,
+        "results": results,
+        "ratios": measure.ratios(results),
+        "bytes sent by a host, per byte of gradient": {
+            way: sent[way] / (4 * parameters) for way in names
+        },
+        "limit": 2 * (hosts_count - 1) / hosts_count,
+    }
+
+
+def _sent_bytes(interface: str) -> int:
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+if __name__ == "__main__":
+    interface, rounds, seconds = sys.argv[1:4]
+    answers = run_distributed(_measure, (interface, int(rounds), float(seconds)))
+    print(json.dumps(answers[0]))

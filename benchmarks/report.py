@@ -1,0 +1,41 @@
+"""Tables of results, for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def text(found: dict[str, Any]) -> str:
+    """All tables of a run."""
+    lines = [f"{key}: {value}" for key, value in found["machine"].items()]
+    if "single process" in found:
+        ratio = found["single process"]["ratio"]
+        lines += ["", f"data_parallel() in a single process: {ratio:.3f} of the plain Trial's time"]
+    for table in found.get("one host", []):
+        lines += ["", f"{table['model']}, {table['ranks']} ranks, in a {table['in a']}"]
+        lines += _rows(table)
+    for table in found.get("scaling", []):
+        best = table["ratios"]["ours, auto"]
+        lines.append(f"{table['parameters']:>12,} parameters, {table['ranks']} ranks: {best:.2f}x")
+    if "launch" in found:
+        seconds = ", ".join(f"{way} {s:.1f} s" for way, s in found["launch"]["seconds"].items())
+        lines += ["", f"command to first step: {seconds} ({found['launch']['ratio']:.2f}x)"]
+    for table in found.get("two hosts", []):
+        lines += ["", f"two hosts, {table['ranks a host']} ranks each, {table['link']}"]
+        lines += _rows(table)
+        crossing = table["bytes sent by a host, per byte of gradient"]
+        lines += [f"  bytes sent, limit {table['limit']:.2f}:"]
+        lines += [f"    {way:<28} {value:.2f}" for way, value in crossing.items()]
+    return "\n".join(lines)
+
+
+def _rows(table: dict[str, Any]) -> list[str]:
+    rows = [f"  {'':<28} {'ms a step':>10} {'middle half':>17}   best DDP / this"]
+    for each in table["results"]:
+        low, high = each["spread"]
+        ratio = table["ratios"].get(each["way"])
+        shown = f"{ratio:.2f}x" if ratio else ""
+        rows.append(
+            f"  {each['way']:<28} {each['milliseconds']:>10.2f} {low:>8.2f}-{high:<8.2f}   {shown}"
+        )
+    return rows
