@@ -64,7 +64,7 @@ class Checkpoint(OrderedCallback):
     # At the start before everybody, so that they see the weights and the history of the run that
     # continues; after a step or an epoch behind everybody, so that what they did is in the file.
     order: ClassVar = {
-        "on_start": FIRST - 1,
+        "on_start": FIRST - 2,
         "on_start_epoch": FIRST - 1,
         "on_start_training": LAST + 10,
         "on_step_training": LAST + 10,
@@ -116,6 +116,7 @@ class Checkpoint(OrderedCallback):
         self._cut_short = False
         self._global_step = 0
         self._saved_step = -1
+        self._is_due = False
         self._serial = 0
 
     @property
@@ -185,7 +186,8 @@ class Checkpoint(OrderedCallback):
         due = self._every_steps is not None and self._global_step % self._every_steps == 0
         if self._lookout.is_due(self._global_step):
             due = self._ask() or due
-        if due or self._is_stopped_by_signal(state):
+        self._is_due = self._is_due or due or self._is_stopped_by_signal(state)
+        if self._is_due and not _holds_gradients(state):
             self.save_now(state)
 
     def on_end_training(self, state: Any) -> None:
@@ -228,6 +230,8 @@ class Checkpoint(OrderedCallback):
 
     def save_now(self, state: Any) -> None:
         """Saves after a training step, whatever the schedule says; every rank must call it.
+
+        To be called in ``on_step_training``, and not between batches whose gradients are added up.
 
         Args:
             state: The state of the running Trial.
@@ -339,6 +343,7 @@ class Checkpoint(OrderedCallback):
             self._serial += 1
             self._writer.start(lambda: self._folder.put(payload, names, label))
         self._saved_step = self._global_step
+        self._is_due = False
         self._lookout.begin(self._global_step, writing=self._background)
         if not self._background:
             if collectives.is_rank_zero():
@@ -379,6 +384,12 @@ class Checkpoint(OrderedCallback):
         if not state[torchbearer.STOP_TRAINING]:
             return False
         return collectives.any_rank(signals.received() is not None, "a stop by a signal")
+
+
+def _holds_gradients(state: Any) -> bool:
+    """True between batches that make one step: their gradients would not be in the file."""
+    callbacks = state[torchbearer.CALLBACK_LIST]
+    return any(getattr(callback, "holds_gradients", False) for callback in callbacks)
 
 
 def _is_run() -> bool:

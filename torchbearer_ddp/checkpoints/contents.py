@@ -85,8 +85,8 @@ def _fitting(load: Any, what: str) -> None:
     except (ValueError, KeyError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             f"The checkpoint does not fit this trial's {what} "
-            f"({str(error).splitlines()[0][:300]}). Build the same {what} as the run that saved it, "
-            "or start afresh in another folder."
+            f"({str(error).splitlines()[0][:300]}). Build the same {what} as the run that saved "
+            "it, or start afresh in another folder."
         ) from error
 
 

@@ -35,10 +35,6 @@ _LONGEST_COMMENT = 512
 _READ_BYTES = 4 * 2**20
 
 
-class NotPlainError(CheckpointError):
-    """The file holds more than plain data; nothing in it was run."""
-
-
 @dataclass(frozen=True)
 class Label:
     """Which save a file is.
@@ -174,26 +170,32 @@ def read(path: Path) -> Any:
                     "checkpoint, and have the disk or the copy checked."
                 )
             file.seek(0)
-            return load_plain(file, path)
+            return load(file, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
 
 
-def load_plain(file: BinaryIO, path: Path) -> Any:
+def load(file: BinaryIO, path: Path, *, trust: bool = False) -> Any:
     """What ``torch.load`` finds, refusing whatever is not plain data.
 
     Args:
         file: The open file.
         path: Its name, for messages.
+        trust: Do not refuse it, but let it run what it holds.
 
     Raises:
-        NotPlainError: If it holds anything that could run code.
-        CheckpointError: If it is not a whole file of torch's.
+        CheckpointError: If it holds anything that could run code, or is not a whole file.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            if not trust:
+                raise
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=False)
     except pickle.UnpicklingError as error:
-        raise NotPlainError(
+        raise CheckpointError(
             f"{path} holds more than plain data, or is not a checkpoint at all; nothing in it was "
             "run. torchbearer's own checkpoints are like that: if you trust whoever wrote it, "
             "Checkpoint.load(trial, path, trust=True) loads it."

@@ -7,8 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchbearer_ddp.checkpoints import contents, file
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.folder import Folder
@@ -77,13 +75,6 @@ def read_any(path: Path, *, trust: bool) -> dict[str, Any]:
         return contents.from_torchbearer(file.read(path))
     try:
         with path.open("rb") as opened:
-            try:
-                loaded = file.load_plain(opened, path)
-            except file.NotPlainError:
-                if not trust:
-                    raise
-                opened.seek(0)
-                loaded = torch.load(opened, map_location="cpu", weights_only=False)
+            return contents.from_torchbearer(file.load(opened, path, trust=trust))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    return contents.from_torchbearer(loaded)

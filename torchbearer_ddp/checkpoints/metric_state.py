@@ -16,6 +16,8 @@ from torchbearer.bases import Callback, Metric
 from torchbearer.metrics import EpochLambda
 from torchbearer.state import StateKey
 
+from torchbearer_ddp import pooling
+
 _PLAIN = (type(None), bool, int, float, str)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, deque)}
 #: What an EpochLambda gathers: large, and empty again at the next epoch.
@@ -35,6 +37,8 @@ def collect(metrics: Metric, *, mid_epoch: bool) -> dict[str, dict[str, Any]]:
     """
     collected = {}
     for path, metric in _walk(metrics, "", set()):
+        if not (mid_epoch or isinstance(metric, Metric)):
+            continue
         held = dict(vars(metric))
         if not mid_epoch and isinstance(metric, EpochLambda):
             held = {name: value for name, value in held.items() if name not in _GATHERED}
@@ -51,21 +55,32 @@ def restore(metrics: Metric, saved: dict[str, dict[str, Any]], device: Any) -> N
         device: Where tensors go that were not on the CPU.
     """
     for path, metric in _walk(metrics, "", set()):
-        for name, value in unpack_all(saved.get(path, {}), device).items():
-            setattr(metric, name, value)
+        vars(metric).update(unpack_all(saved.get(path, {}), device))
 
 
-def _walk(metric: Metric, path: str, seen: set[int]) -> Iterator[tuple[str, Metric]]:
+def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     # A timer is a callback too, and a clock reading of another process means nothing here.
     if id(metric) in seen or isinstance(metric, StateKey | Callback):
         return
     seen.add(id(metric))
     yield path, metric
     for name, value in vars(metric).items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        for index, part in enumerate(parts):
-            if isinstance(part, Metric):
+        for index, part in enumerate(_flat(value)):
+            if _holds_state(part):
                 yield from _walk(part, f"{path}.{name}[{index}]", seen)
+
+
+def _holds_state(part: Any) -> bool:
+    """True for metrics, and for what the pooling metric list notes of each."""
+    return isinstance(part, Metric) or type(part).__module__ == pooling.__name__
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
 
 
 def pack_all(values: dict[str, Any]) -> dict[str, Any]:
@@ -103,10 +118,24 @@ def _pack(value: Any) -> Any:
     for name, kind in _KINDS.items():
         if type(value) is kind:
             limit = value.maxlen if kind is deque else None
-            return [name, limit, [_pack(each) for each in value]]
+            return [name, limit, _pack_items(list(value))]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
         return value.item()
     raise _NotDataError
+
+
+def _pack_items(items: list[Any]) -> Any:
+    first = items[0] if items else None
+    if isinstance(first, torch.Tensor) and len({_form(each) for each in items}) == 1:
+        # One tensor instead of one for each step of an epoch.
+        return ["stacked", first.device.type != "cpu", torch.stack(items).detach().cpu()]
+    return [_pack(each) for each in items]
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    return None
 
 
 def _unpack(packed: Any, device: Any) -> Any:
@@ -118,5 +147,9 @@ def _unpack(packed: Any, device: Any) -> Any:
     if packed[0] == "dict":
         return {_unpack(k, device): _unpack(v, device) for k, v in packed[1]}
     name, limit, items = packed
-    values = [_unpack(each, device) for each in items]
+    if items and items[0] == "stacked":
+        _, elsewhere, stacked = items
+        values = [row.clone() for row in (stacked.to(device) if elsewhere else stacked)]
+    else:
+        values = [_unpack(each, device) for each in items]
     return deque(values, limit) if name == "deque" else _KINDS[name](values)

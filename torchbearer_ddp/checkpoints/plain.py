@@ -56,9 +56,9 @@ class Copier:
                 return scalar(value)
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-            "cannot hold. It must load without running code, so only None, numbers, strings, bytes, "
-            "tensors, and lists, tuples, sets and dicts of these can be saved: convert it in that "
-            "object's state_dict, and back in its load_state_dict."
+            "cannot hold. It must load without running code, so only None, numbers, strings, "
+            "bytes, tensors, and lists, tuples, sets and dicts of these can be saved: convert it "
+            "in that object's state_dict, and back in its load_state_dict."
         )
 
     def _copy_tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What each rank has for itself: its generators, its metrics so far, its own buffers."""
+"""What each rank has for itself: its generators, its metrics, its own buffers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torchbearer
 
 from torchbearer_ddp import collectives, randomness, replicas
 from torchbearer_ddp.checkpoints import contents, metric_state
+from torchbearer_ddp.checkpoints.plain import Copier
 
 #: How far and how wide to look for generators in a loader: a list of transforms, not of samples.
 _DEPTH = 6
@@ -88,7 +89,9 @@ def _plain_numpy(value: Any) -> Any:
 
 
 def collect(state: Any, *, mid_epoch: bool) -> dict[str, Any]:
-    """The generators and metrics of this rank.
+    """The generators, metrics and history of this rank.
+
+    Running metrics are each rank's own, and are in the history.
 
     Args:
         state: The state of the running Trial.
@@ -97,6 +100,7 @@ def collect(state: Any, *, mid_epoch: bool) -> dict[str, Any]:
     return {
         "generators": generators(state),
         "metrics": metric_state.collect(state[torchbearer.METRIC_LIST], mid_epoch=mid_epoch),
+        "history": Copier().copy(state[torchbearer.HISTORY], "history"),
     }
 
 

@@ -71,6 +71,11 @@ class Resumption:
             error = CheckpointError(f"{self._path}: {caught}")
         collectives.raise_together(error, "continuing from a checkpoint")
         contents.restore_callbacks(state, self._payload)
+        if self._section["world_size"] == collectives.world_size():
+            # Whoever derives a seed at the start (the order of the data) is to find the same.
+            mine = self._section["ranks"][collectives.rank()]
+            rank_state.set_generators(state, mine["generators"])
+            state[torchbearer.HISTORY][:] = mine["history"]
         position.show_progress(state, self._section["epochs"], on_epoch=True)
         if collectives.is_rank_zero():
             contents.warn_of_changed_callbacks(state, self._payload)
