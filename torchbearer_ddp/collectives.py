@@ -264,7 +264,7 @@ def _gather_bytes(group: process_group.Group, mine: torch.Tensor, name: str) -> 
 def _broadcast_flat(group: process_group.Group, flat: torch.Tensor, name: str, source: int) -> None:
     channel = group.control if flat.device.type == "cpu" else group.gradients
     wait = Wait(group, f"{name}, {flat.numel()} elements")
-    for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size())):
+    for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
         wait_for(dist.broadcast(piece, source, group=channel, async_op=True), wait)
 
 

@@ -39,7 +39,8 @@ def part_streams(rank: int) -> None:
 def rng_state() -> dict[str, Any]:
     """The state of every generator, as plain data."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    legacy: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [str(kind), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],

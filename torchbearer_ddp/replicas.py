@@ -65,7 +65,8 @@ def _checksum(tensor: torch.Tensor) -> int:
     plain = tensor.detach().cpu().contiguous()
     if not plain.numel():
         return 0
-    return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy())
+    data: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
 
 
 def batch_norm_statistics(model: torch.nn.Module) -> Named:

@@ -72,8 +72,8 @@ def _pack(value: Any, blobs: list[torch.Tensor], where: str) -> Any:
             next(t(value) for t in (int, float, str) if isinstance(value, t)), blobs, where
         )
     raise TypeError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to "
-        "other ranks: only None, numbers, strings, bytes, tensors and lists, tuples, sets and "
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent "
+        "to other ranks: only None, numbers, strings, bytes, tensors and lists, tuples, sets and "
         "dicts of them can. Convert it first."
     )
 

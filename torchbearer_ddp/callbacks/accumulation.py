@@ -38,8 +38,8 @@ class Accumulation:
         Args:
             state: The state of the running Trial.
         """
-        batch = state[torchbearer.BATCH] + 1
-        return batch % self._batches != 0 and batch != state[torchbearer.STEPS]
+        batch: int = state[torchbearer.BATCH] + 1
+        return batch % self._batches != 0 and bool(batch != state[torchbearer.STEPS])
 
     def restore(self) -> None:
         """Puts the gradients back, right before backward adds to them."""

@@ -33,7 +33,7 @@ class Overlap:
         self._send: Send | None = None
         self._wait: Wait | None = None
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
             if self._bucket_of[index] < len(buckets) - 1
         ]

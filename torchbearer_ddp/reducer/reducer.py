@@ -224,7 +224,7 @@ class Reducer:
         weight = self._weight(note.batch_size)
         if self._weighted:
             weight /= max(answer.samples, 1.0)
-        mine = []
+        mine: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for parameter in self._sparse:
             gradient = parameter.grad
             if gradient is None:
