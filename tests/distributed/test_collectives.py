@@ -20,11 +20,13 @@ def test_all_gather_short_and_long_values():
 def test_broadcast_plain_data_and_tensors():
     mine = {"a": (1, [torch.arange(3)]), 2: None} if collectives.is_rank_zero() else None
     value = collectives.broadcast(mine, "a value")
-    assert value["a"][0] == 1 and value[2] is None
+    assert value["a"][0] == 1
+    assert value[2] is None
     assert torch.equal(value["a"][1][0], torch.arange(3))
     tensors = [torch.full((2, 2), float(collectives.rank())), torch.tensor(collectives.rank())]
     collectives.broadcast_tensors(tensors, "tensors", source=1)
-    assert torch.equal(tensors[0], torch.ones(2, 2)) and tensors[1].item() == 1
+    assert torch.equal(tensors[0], torch.ones(2, 2))
+    assert tensors[1].item() == 1
 
 
 @ranks(2)

@@ -28,7 +28,7 @@ def train(model, callbacks, *, steps=3, optimizer=None, data=None, closure=None,
         torch.randn(steps * 4, 2, generator=generator),
     )
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters()], lr=0.1)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     trial = Trial(model, optimizer, nn.functional.mse_loss, ["loss"], callbacks, verbose=0)
     if closure:
         trial.with_closure(closure)

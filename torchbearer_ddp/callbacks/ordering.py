@@ -26,8 +26,8 @@ class OrderedCallback(Callback):  # type: ignore[misc]
     Subclasses that override :meth:`on_init` must call this one.
 
     Attributes:
-        order: The place by hook: :data:`FIRST`, 0 (the place in the list), :data:`LAST`, or a number
-            beyond those to come before or after another one that does the same.
+        order: The place by hook: :data:`FIRST`, 0 (the place in the list), :data:`LAST`, or a
+            number beyond those to come before or after another one that does the same.
     """
 
     order: ClassVar[Mapping[str, int]] = {}

@@ -1,8 +1,9 @@
-"""Equal replicas and averaged gradients: the two callbacks at the heart of data-parallel training."""
+"""Equal replicas and averaged gradients: the heart of data-parallel training."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torchbearer
@@ -40,7 +41,7 @@ class SyncModel(OrderedCallback):
     """
 
     # After the callbacks that may load or initialise weights; a checkpoint comes later still.
-    order = {"on_start": LAST, "on_end_training": LAST}
+    order: ClassVar[Mapping[str, int]] = {"on_start": LAST, "on_end_training": LAST}
 
     def __init__(self, check: int = 1) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class SyncGradients(OrderedCallback):
 
     # First of all in on_backward: a callback that clips must see the average. Last where others
     # may ask to stop: only then is their wish known.
-    order = {
+    order: ClassVar[Mapping[str, int]] = {
         "on_start": FIRST,
         "on_criterion": LAST,
         "on_backward": FIRST,

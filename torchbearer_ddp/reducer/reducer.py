@@ -1,4 +1,4 @@
-"""Averages gradients over all ranks: one header, one message per bucket, views instead of copies."""
+"""Averages gradients over all ranks: one header, one message per bucket, views, not copies."""
 
 from __future__ import annotations
 
