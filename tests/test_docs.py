@@ -1,0 +1,315 @@
+"""The documentation is true: its code runs, flags and files exist, every message has an entry."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchbearer_ddp
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torchbearer_ddp"
+PAGES = [ROOT / "README.rst", ROOT / "CONTRIBUTING.rst", *sorted((ROOT / "docs").glob("*.rst"))]
+#: What a snippet that submits a job needs; tests/slurm runs jobs.
+CLUSTER_ONLY = "submit_slurm("
+SECONDS = 120
+
+
+def blocks(page: Path, *directives: str) -> list[str]:
+    """The contents of these directives on a page, in their order."""
+    found = []
+    lines = page.read_text().splitlines()
+    starts = tuple(f".. {directive}" for directive in directives)
+    for number, line in enumerate(lines):
+        if not line.strip().startswith(starts):
+            continue
+        indent = len(line) - len(line.lstrip())
+        inside = []
+        for following in lines[number + 1 :]:
+            if following.strip() and len(following) - len(following.lstrip()) <= indent:
+                break
+            inside.append(following)
+        body = textwrap.dedent("\n".join(inside)).splitlines()
+        options = next((n for n, each in enumerate(body) if not each.startswith(":")), len(body))
+        found.append("\n".join(body[options:]).strip("\n"))
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The package is found, and one thread is enough: other tests may run beside these."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+# Snippets.
+
+
+def program_of(page: Path) -> str:
+    """All python blocks of a page one after the other, as a reader would try them."""
+    return "\n\n".join(
+        block
+        for block in blocks(page, "testsetup::", "code-block:: python")
+        if CLUSTER_ONLY not in block
+    )
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if program_of(p)], ids=lambda p: p.name)
+def test_snippets_run(page: Path, tmp_path: Path) -> None:
+    program = program_of(page)
+    (tmp_path / "script.py").write_text(program)
+    for flags in [[], ["--nproc-per-node", "2"]] if "run_distributed(" in program else [[]]:
+        result = run([sys.executable, "script.py", *flags], tmp_path)
+        assert result.returncode == 0, f"{page.name} {flags}\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_snippets_compile(page: Path) -> None:
+    for block in blocks(page, "testsetup::", "code-block:: python"):
+        ast.parse(block)
+
+
+def test_docstring_examples_run(tmp_path: Path) -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if ">>> " in path.read_text()
+    ]
+    assert len(modules) > 5
+    (tmp_path / "examples.py").write_text(_DOCTEST_PROGRAM)
+    result = run([sys.executable, "examples.py", *modules], tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+_DOCTEST_PROGRAM = f"""
+import doctest, importlib, sys
+
+names, sys.argv[1:] = sys.argv[1:], []
+failed = tried = 0
+for name in names:
+    module = importlib.import_module(name)
+    for test in doctest.DocTestFinder().find(module):
+        if any({CLUSTER_ONLY!r} in example.source for example in test.examples):
+            continue
+        result = doctest.DocTestRunner().run(test)
+        failed, tried = failed + result.failed, tried + result.attempted
+print(tried, "examples")
+sys.exit(failed > 0 or tried < 20)
+"""
+
+
+# Commands.
+
+
+def commands() -> Iterator[tuple[Path, list[str]]]:
+    for page in PAGES:
+        for block in blocks(page, "code-block:: console"):
+            for line in block.splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield page, words
+
+
+def our_flags(words: list[str]) -> list[str] | None:
+    """What a command gives to a script, or None if it starts none."""
+    script = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+    return None if script is None else words[script + 1 :]
+
+
+def test_flags_in_commands_exist() -> None:
+    parser = torchbearer_ddp.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for flag in re.findall(
+        r'add_argument\("(--[a-z-]+)"', (ROOT / "examples/mnist_ddp.py").read_text()
+    ):
+        parser.add_argument(flag)  # the example's own
+    checked = 0
+    for page, words in commands():
+        flags = our_flags(words)
+        if flags is None:
+            continue
+        try:
+            parser.parse_args([word.replace("...", "1") for word in flags])
+        except SystemExit:
+            pytest.fail(f"{page.name}: {' '.join(words)}")
+        checked += 1
+    assert checked > 8
+
+
+def test_make_targets_in_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wanted = {words[1] for _, words in commands() if words[0] == "make"}
+    assert wanted
+    assert wanted <= targets
+
+
+def runnable_commands() -> list[str]:
+    """The distinct commands that start ranks on hosts, with at most two processes each."""
+    found = set()
+    for _, words in commands():
+        flags = our_flags(words)
+        if flags is None or words[0] not in ("python", "torchrun") or "slurm" in words:
+            continue
+        if all(flag.partition("=")[0] in _STARTS for flag in flags if flag.startswith("--")):
+            text = re.sub(r"(--nproc-per-node) \d+", r"\1 2", " ".join(words))
+            text = re.sub(r"\S+\.py", "script.py", text)
+            text = re.sub(r"--host \S+", "--host 127.0.0.1", text)
+            found.add(re.sub(r"(--rank|--node-rank) \d+", r"\1 {rank}", text))
+    return sorted(found)
+
+
+_STARTS = ("--nproc-per-node", "--world-size", "--rank", "--host", "--nnodes", "--node-rank")
+
+_SUM_PROGRAM = """
+from torchbearer_ddp import rank, run_distributed, world_size
+print(run_distributed(lambda: (rank(), world_size())))
+"""
+
+
+@pytest.mark.parametrize("command", runnable_commands())
+def test_commands_start_their_ranks(command: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SUM_PROGRAM)
+    nodes = int(next(iter(re.findall(r"(?:--world-size|--nnodes) (\d+)", command)), 1))
+    each = int(next(iter(re.findall(r"--nproc-per-node (\d+)", command)), 1))
+    if nodes > 1:
+        command += f" --port {free_port()}"
+    program = {
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }
+    processes = []
+    for node in range(nodes):
+        first, *rest = command.format(rank=node).split()
+        processes.append(
+            subprocess.Popen(
+                [*program[first], *rest],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ended = [process.communicate(timeout=SECONDS) for process in processes]
+    output = "".join(out for out, _ in ended)
+    assert [p.returncode for p in processes] == [0] * nodes, "".join(err for _, err in ended)
+    started = sorted(re.findall(r"\((\d+), (\d+)\)", output))
+    assert started == [(str(rank), str(nodes * each)) for rank in range(nodes * each)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# Pages against the package.
+
+
+def test_every_flag_has_a_row() -> None:
+    page = (ROOT / "docs/launching.rst").read_text()
+    options = torchbearer_ddp.add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    missing = [o.option_strings[0] for o in options if f"``{o.option_strings[0]}``" not in page]
+    assert missing == []
+
+
+def test_api_page_has_exactly_the_public_names() -> None:
+    page = (ROOT / "docs/api.rst").read_text()
+    documented = re.findall(r"^\.\. auto(?:function|class|exception):: (\w+)", page, re.MULTILINE)
+    assert sorted(documented) == sorted(torchbearer_ddp.__all__)
+
+
+def test_files_that_pages_include_exist() -> None:
+    checked = 0
+    for page in PAGES:
+        text = page.read_text()
+        for kind, name in re.findall(
+            r"^ *\.\. (image|figure|include|literalinclude):: (\S+)", text, re.MULTILINE
+        ):
+            assert (page.parent / name).is_file(), f"{page.name}: {kind} {name}"
+            checked += 1
+        assert ":lines:" not in text, f"{page.name} includes by line number, which rots"
+    assert checked >= 2
+
+
+# Messages: each that the package can print has an entry in docs/troubleshooting.rst.
+
+#: Calls whose first argument is a message; errors are found by their ``raise`` as well.
+_SAY = ("announce", "warnings.warn", "PeerLost", "LaunchError", "refuse")
+#: Never seen by a user: for Python's own machinery, or turned into another message.
+_INTERNAL = ("not implemented on", "sem_init failed", "unreachable", "Permission denied")
+_HOLE = "\0"
+
+
+def template(node: ast.expr) -> str | None:
+    """A message with a hole for every part that varies, or None if it is no literal."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) or _HOLE for part in node.values)
+    return None
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """What is raised, warned of or announced, with its place."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            if call is node and ast.unparse(call.func) not in _SAY:
+                continue
+            text = template(call.args[0])
+            if text and len(text.replace(_HOLE, "")) > 12 and not any(t in text for t in _INTERNAL):
+                yield f"{path.relative_to(ROOT)}:{call.lineno}", text
+
+
+def entries() -> dict[str, re.Pattern[str]]:
+    """The headings of the page, each as a pattern over templates."""
+    found = {}
+    for line in (ROOT / "docs/troubleshooting.rst").read_text().splitlines():
+        if line.startswith("``"):
+            for heading in re.findall(r"``(.+?)``(?: · |$)", line):
+                parts = [re.escape(part.strip()) for part in heading.split("...") if part.strip()]
+                found[heading] = re.compile(".*".join(parts), re.DOTALL)
+    return found
+
+
+def test_every_message_has_an_entry() -> None:
+    known = entries().values()
+    missing = [
+        f"{place}: {text.replace(_HOLE, '...')}"
+        for place, text in messages()
+        if not any(pattern.search(text) for pattern in known)
+    ]
+    assert missing == []
+
+
+def test_every_entry_is_of_a_message() -> None:
+    texts = [
+        text
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.expr) and (text := template(node))
+    ]
+    stale = [h for h, pattern in entries().items() if not any(map(pattern.search, texts))]
+    assert stale == []
