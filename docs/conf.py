@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from pygments.lexers.shell import BashLexer
+
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 
@@ -26,3 +28,8 @@ html_title = f"torchbearer_ddp {release}"
 html_copy_source = False
 pygments_style = "tango"
 pygments_dark_style = "monokai"
+
+
+def setup(app):
+    """Commands are shown without a prompt, for copying; Pygments would take them for output."""
+    app.add_lexer("console", BashLexer)

@@ -251,6 +251,34 @@ def test_files_that_pages_include_exist() -> None:
     assert checked >= 2
 
 
+def rooms() -> dict[str, int]:
+    """The modules and folders on the design page, by row."""
+    table = (ROOT / "docs/design.rst").read_text().partition("Imports point down")[2]
+    rows = table.partition("launching side")[0].split("    * - ")[1:]
+    found = {}
+    for number, row in enumerate(rows):
+        for name in re.findall(r"``(\w+)/?``", row.partition("\n      - ")[0]):
+            found[name] = number
+    return found
+
+
+def test_imports_point_down_the_design_page() -> None:
+    row_of = rooms()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if room == "__init__":
+            continue
+        assert room in row_of, f"{room} is not on the design page"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            package, _, inner = node.module.partition(".")
+            if package == "torchbearer_ddp":
+                for name in [inner.partition(".")[0]] if inner else [a.name for a in node.names]:
+                    if name != "__version__":
+                        assert row_of[name] >= row_of[room], f"{path.name} imports {name}"
+
+
 # Messages: each that the package can print has an entry in docs/troubleshooting.rst.
 
 #: Calls whose first argument is a message; errors are found by their ``raise`` as well.
