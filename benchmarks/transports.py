@@ -1,6 +1,6 @@
 """How long the sum of one bucket takes: shared memory against gloo, and the ratio.
 
-    python benchmarks/transports.py --nproc-per-node 2
+    python -m benchmarks.transports --nproc-per-node 2
 
 The transports take turns within each round, so that whatever else the machine does hits them alike:
 trust the ratios rather than the times.
