@@ -93,7 +93,7 @@ class Program:
         """The processes of the ranks, once each has printed ``rank R pid P``."""
 
         def said() -> dict[int, int]:
-            words = [line.split() for line in self.output if line.startswith("rank ")]
+            words = [line.split() for line in self.output if " pid " in line]
             return {int(w[1]): int(w[3]) for w in words}
 
         until(lambda: len(said()) == world_size or self.process.poll() is not None, seconds)

@@ -57,11 +57,11 @@ def test_a_rank_fails_while_another_is_frozen():
 
 
 def test_a_frozen_rank_is_named_at_the_timeout():
-    with Program("misbehave.py", "none", "--nproc-per-node", "2", "--timeout", "1") as program:
-        pids = program.pids(2)
-        os.kill(pids[1], signal.SIGSTOP)
-        # The first step may take four timeouts, and these are never marked as past it.
-        assert program.code(4 + BOUND) == 1
+    timeout = bound(4)
+    flags = ("none", "--nproc-per-node", "2", "--timeout", str(timeout))
+    with Program("misbehave.py", *flags) as program:
+        os.kill(program.pids(2)[1], signal.SIGSTOP)
+        assert program.code(timeout + BOUND) == 1
         assert cause_of(program).startswith(f"torchbearer_ddp: Rank 1 on {HOST} did not answer")
         assert not program.alive()
 
