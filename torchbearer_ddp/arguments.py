@@ -6,21 +6,19 @@ Everything here is a pure function of the flags, the environment and the number 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torchbearer_ddp import environments
+from torchbearer_ddp.devices import BACKENDS, choose_backend, choose_device
 from torchbearer_ddp.rendezvous import DEFAULT_TIMEOUT, Member
+from torchbearer_ddp.settings import PLACES, Settings
 
 LAUNCHERS = ("auto", "inline", "spawn", "rank", "torchrun", "srun", "slurm")
-BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 DEFAULT_PORT = 29500
 DEFAULT_GRACE = 30.0
-#: Flags that say which ranks there are; one of them switches detection off.
-_PLACES = ("rank", "world_size", "nnodes", "node_rank", "nproc_per_node")
-_SETTINGS = (*_PLACES, "launcher", "host", "port", "backend", "device", "timeout", "seed", "grace")
+_SETTINGS = (*PLACES, "launcher", "host", "port", "backend", "device", "timeout", "seed", "grace")
 _SLURM_FLAGS: dict[str, Any] = {
     "nodes": int,
     "ntasks_per_node": int,
@@ -240,7 +238,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         ValueError: If the settings do not fit together.
         LaunchError: If the environment does not.
     """
-    given = _Settings(settings)
+    given = Settings(settings)
     launcher, reason = _choose(given, environment)
     common: dict[str, Any] = {
         "launcher": launcher,
@@ -252,7 +250,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         "slurm": dict(settings.get("slurm", {})),
     }
     if launcher == "slurm":
-        for name in (*_PLACES, "host", "port"):
+        for name in (*PLACES, "host", "port"):
             if name in given:
                 raise ValueError(
                     f"{given.shown(name)} does not go with --launcher slurm, which places the "
@@ -281,11 +279,11 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         if "port" in given:
             place["spare_ports"] = ()
     here = place["local_world_size"] if launcher == "spawn" else 1
-    device = _device(given, gpus, place, here)
-    return Plan(**common, **place, device=device, backend=_backend(given, device))
+    device = choose_device(given, gpus, here, place.get("local_rank", 0))
+    return Plan(**common, **place, device=device, backend=choose_backend(given, device))
 
 
-def _choose(given: _Settings, environment: Mapping[str, str]) -> tuple[str, str]:
+def _choose(given: Settings, environment: Mapping[str, str]) -> tuple[str, str]:
     launcher = given.get("launcher", "auto")
     if launcher not in LAUNCHERS:
         raise ValueError(
@@ -293,7 +291,7 @@ def _choose(given: _Settings, environment: Mapping[str, str]) -> tuple[str, str]
         )
     if launcher != "auto":
         return launcher, f"from --launcher {launcher}"
-    named = [name for name in _PLACES if name in given]
+    named = [name for name in PLACES if name in given]
     if named:
         kind = "rank" if {"rank", "world_size"} & set(named) else "spawn"
         return kind, f"from {', '.join(given.shown(name) for name in named)}"
@@ -310,7 +308,7 @@ def _choose(given: _Settings, environment: Mapping[str, str]) -> tuple[str, str]
     return "inline", "no launch flags, no torchrun, no Slurm step"
 
 
-def _spawn(given: _Settings, gpus: int) -> dict[str, Any]:
+def _spawn(given: Settings, gpus: int) -> dict[str, Any]:
     for name in ("rank", "world_size"):
         if name in given:
             raise ValueError(
@@ -348,7 +346,7 @@ def _spawn(given: _Settings, gpus: int) -> dict[str, Any]:
     }
 
 
-def _one_rank(given: _Settings) -> dict[str, Any]:
+def _one_rank(given: Settings) -> dict[str, Any]:
     for name in ("nnodes", "node_rank", "nproc_per_node"):
         if name in given and given[name] not in (0, 1):
             raise ValueError(
@@ -373,93 +371,3 @@ def _one_rank(given: _Settings) -> dict[str, Any]:
         "port": given.integer("port", DEFAULT_PORT, 1, 65535),
         "serve": rank == 0,
     }
-
-
-def _device(given: _Settings, gpus: int, place: Mapping[str, Any], here: int) -> str:
-    device = str(given.get("device", "cuda" if gpus else "cpu"))
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"--device is {device!r}; it can be cpu, cuda or cuda:N.")
-    if kind == "cpu":
-        return "cpu"
-    if not gpus:
-        raise ValueError(
-            f"--device is {device} but no GPU is visible. Use --device cpu, or check "
-            "CUDA_VISIBLE_DEVICES and the driver."
-        )
-    if index and here > 1:
-        raise ValueError(
-            f"--device is {device} but {here} ranks start on this host: each needs its own GPU. "
-            "Use --device cuda."
-        )
-    needed = max(int(index or 0), here - 1, place.get("local_rank", 0) if gpus > 1 else 0) + 1
-    if needed > gpus:
-        raise ValueError(
-            f"{needed} GPUs are needed on this host but {gpus} are visible: each rank needs its "
-            "own. Start fewer ranks (--nproc-per-node gpu), or use --device cpu."
-        )
-    return device
-
-
-def _backend(given: _Settings, device: str) -> str:
-    backend = str(given.get("backend", "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"))
-    if backend not in BACKENDS:
-        raise ValueError(f"--backend is {backend!r}; it can be {', '.join(BACKENDS)}.")
-    if "nccl" in backend and device == "cpu":
-        raise ValueError(
-            f"--backend is {backend} but the device is cpu: NCCL needs GPUs. Use --backend gloo."
-        )
-    return backend
-
-
-class _Settings(dict[str, Any]):
-    """The settings that were given, with checks that know the flags' names."""
-
-    def shown(self, name: str) -> str:
-        return f"{_flag(name)} {self[name]}"
-
-    def needed(self, name: str, found: str, meaning: str) -> int:
-        value = self.integer(name)
-        if value is None:
-            raise ValueError(f"{found} but {_flag(name)} is missing. Add it: {meaning}.")
-        return value
-
-    def host(self, found: str) -> str:
-        if not self.get("host"):
-            raise ValueError(
-                f"{found} but --host is missing. Add the address of rank 0's host, the same in "
-                "every command."
-            )
-        return str(self["host"])
-
-    def integer(
-        self, name: str, default: int | None = None, least: int | None = None, most: int = 2**64
-    ) -> int | None:
-        value = self.get(name, default)
-        return None if value is None else self.checked(name, value, least, most)
-
-    def checked(self, name: str, value: Any, least: int | None = None, most: int = 2**64) -> int:
-        lowest = -(2**63) if least is None else least
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:
-            bounds = "" if least is None else f" from {least}" + f" to {most}" * (most < 2**64)
-            raise ValueError(
-                f"{_flag(name)} is {value!r}; it must be a whole number{bounds}. Correct it."
-            )
-        return value
-
-    def seconds(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{_flag(name)} is {value!r}; it must be seconds, more than 0.")
-        return float(value)
-
-    def refuse_several(self, launcher: str, remedy: str) -> None:
-        for name in _PLACES:
-            alone = 0 if name in ("rank", "node_rank") else 1
-            if self.get(name, alone) != alone:
-                raise ValueError(f"{self.shown(name)} is given but --launcher {launcher} {remedy}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
