@@ -18,7 +18,11 @@ from torchbearer_ddp.settings import PLACES, Settings
 LAUNCHERS = ("auto", "inline", "spawn", "rank", "torchrun", "srun", "slurm")
 DEFAULT_PORT = 29500
 DEFAULT_GRACE = 30.0
-_SETTINGS = (*PLACES, "launcher", "host", "port", "backend", "device", "timeout", "seed", "grace")
+_SETTINGS = (
+    *PLACES,
+    *("launcher", "host", "port", "backend", "device", "timeout", "seed", "grace", "debug"),
+)
+_DEBUG_VARIABLE = "TORCHBEARER_DDP_DEBUG"
 _SLURM_FLAGS: dict[str, Any] = {
     "nodes": int,
     "ntasks_per_node": int,
@@ -55,6 +59,7 @@ class Plan:
         timeout: Seconds that any wait for other ranks may take.
         seed: The base seed, or None for rank zero's own.
         grace: Seconds that ranks have to end by themselves after a signal.
+        debug: True if ranks are to tell where they are, see :mod:`torchbearer_ddp.debug`.
         slurm: The flags of a submission.
     """
 
@@ -75,6 +80,7 @@ class Plan:
     timeout: float = DEFAULT_TIMEOUT
     seed: int | None = None
     grace: float = DEFAULT_GRACE
+    debug: bool = False
     slurm: dict[str, Any] = field(default_factory=dict)
 
     def member(self, index: int = 0) -> Member:
@@ -156,6 +162,8 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     add("--timeout", float, f"seconds to wait for other ranks (default: {DEFAULT_TIMEOUT:g})")
     add("--grace", float, f"seconds to save and stop after a signal (default: {DEFAULT_GRACE:g})")
     add("--seed", int, "base seed of all random numbers (default: rank zero's own)")
+    text = "say where each rank is, on SIGUSR1 and when a wait fails"
+    group.add_argument("--debug", action="store_true", default=None, help=text)
 
 
 def _add_slurm_flags(parser: argparse.ArgumentParser) -> None:
@@ -247,6 +255,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         "timeout": given.seconds("timeout", DEFAULT_TIMEOUT),
         "grace": given.seconds("grace", DEFAULT_GRACE),
         "seed": given.integer("seed"),
+        "debug": bool(given.get("debug", environment.get(_DEBUG_VARIABLE, "") not in ("", "0"))),
         "slurm": dict(settings.get("slurm", {})),
     }
     if launcher == "slurm":

@@ -46,6 +46,8 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.set_inheritable(reports, False)
     head, payload = read_task(task)
+    if head["plan"]["debug"]:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker runs: there is no place
     sys.path[:], sys.argv[:] = head["path"], head["argv"]
     from torchbearer_ddp.worker import main
 

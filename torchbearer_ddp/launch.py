@@ -54,7 +54,7 @@ def run_distributed(
             read from ``sys.argv``.
         overrides: Values that win over flags: ``launcher``, ``nproc_per_node``, ``nnodes``,
             ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``, ``device``,
-            ``timeout``, ``seed``, ``grace``, ``slurm``.
+            ``timeout``, ``seed``, ``grace``, ``debug``, ``slurm``.
 
     Returns:
         The results of the ranks that this call started, in the order of their ranks.

@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from torchbearer_ddp import debug
+
 #: A terminal or a launcher may send one request twice, to the process and to its group.
 ECHO_SECONDS = 1.0
 #: Interrupts what the main thread waits for, and does nothing else.
@@ -135,6 +137,8 @@ class _Watchdog:
     def _watch(self) -> None:
         while not self._closed.is_set():
             for signum in os.read(self._reader, 64):
+                if signum == signal.SIGUSR1:
+                    debug.report("SIGUSR1")
                 if signum == signal.SIGUSR2:  # another thread takes it where the main one blocks it
                     signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
                 if signum in self._signums and not self._closed.wait(self._grace):

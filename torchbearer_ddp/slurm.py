@@ -26,7 +26,7 @@ from torchbearer_ddp.slurm_task import SlurmTask
 DEFAULT_FOLDER = "slurm"
 DEFAULT_REQUEUES = 10
 #: What belongs to the launch of the ranks and not to the submission.
-_LAUNCH_SETTINGS = ("backend", "device", "timeout", "seed", "grace")
+_LAUNCH_SETTINGS = ("backend", "device", "timeout", "seed", "grace", "debug")
 
 
 def submit_slurm(
@@ -59,8 +59,8 @@ def submit_slurm(
         max_requeues: How often the job may start again, after a time limit or a preemption, say.
         parameters: What submitit or sbatch know, such as ``timeout_min``, ``partition``,
             ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``, ``name`` or
-            ``slurm_additional_parameters``; and ``backend``, ``device``, ``timeout``, ``seed`` and
-            ``grace`` as in :func:`run_distributed`.
+            ``slurm_additional_parameters``; and ``backend``, ``device``, ``timeout``, ``seed``,
+            ``grace`` and ``debug`` as in :func:`run_distributed`.
 
     Raises:
         ValueError: If an argument makes no sense.
@@ -100,6 +100,7 @@ def submit_and_follow(
         SystemExit: If the job was only to be shown or to be left alone.
     """
     flags = {"timeout": plan.timeout, "seed": plan.seed, "grace": plan.grace, **plan.slurm}
+    flags["debug"] = plan.debug or None
     detach, dry_run = flags.pop("detach", False), flags.pop("dry_run", False)
     if dry_run:
         print(_prepare(worker_fn, args, kwargs, flags)[1].script())

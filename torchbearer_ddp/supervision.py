@@ -245,6 +245,8 @@ class Supervisor:
         for rank in self._running:
             if rank.head.get("kind") != "error":
                 rank.ended_by_us = True
+                if self._plan.debug:
+                    rank.send(signal.SIGUSR1)  # the last chance to learn where it is
                 rank.send(signum)
 
     @contextmanager
@@ -262,7 +264,13 @@ class Supervisor:
             elif now - self._signal_at > ECHO_SECONDS:
                 self._kill_at = now
 
+        def ask(signum: int, frame: Any) -> None:
+            for rank in self._running:
+                rank.send(signum)
+
         previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
+        if self._plan.debug:
+            previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
         try:
             yield
         finally:

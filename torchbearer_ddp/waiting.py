@@ -19,6 +19,7 @@ from typing import Any
 # torch.distributed has these names as well, but its types do not say so.
 from torch._C._distributed_c10d import Store
 
+from torchbearer_ddp import debug
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
 
@@ -26,14 +27,6 @@ from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
 POLL_SECONDS = 1.0
 #: How long the cause of a broken connection may take to appear in the store.
 _CAUSE_SECONDS = 1.5
-
-#: What this rank last waited for, for :func:`where`.
-_activity = "nothing yet"
-
-
-def where() -> str:
-    """What this rank is waiting for, or waited for last."""
-    return _activity
 
 
 class Wait:
@@ -45,9 +38,8 @@ class Wait:
     """
 
     def __init__(self, group: Group, activity: str) -> None:
-        global _activity
         group.sequence += 1
-        _activity = activity
+        debug.note_exchange(activity)
         self._group = group
         self._sequence = group.sequence
         self._activity = activity
@@ -70,6 +62,7 @@ class Wait:
                 self._judge(PeerLost, self._silent_message(posts))
         except (RuntimeError, OSError) as error:
             self._group.broken = True
+            debug.report("a wait failed")
             if isinstance(error, DistributedError):
                 raise
             raise PeerLost(

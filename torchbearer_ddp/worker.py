@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from torchbearer_ddp import process_group, signals, waiting
+from torchbearer_ddp import debug, process_group, signals, waiting
 from torchbearer_ddp.arguments import Plan
 from torchbearer_ddp.errors import LaunchError, WorkerError
 
@@ -46,7 +46,8 @@ def run_rank(
     extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
     _running.rank = member.rank
     try:
-        with signals.handled(plan.grace, *extra):
+        telling = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
+        with signals.handled(plan.grace, *extra), telling:
             try:
                 if plan.world_size == 1:
                     process_group.stay_alone(member)

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torchbearer
 from torchbearer.callbacks import Callback, CallbackList
 
+from torchbearer_ddp import debug
+
 FIRST = -1
 LAST = 1
 
@@ -79,6 +81,7 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
 
 def _ordered(hook: str) -> Callable[[OrderedCallbackList, Any], None]:
     def call(self: OrderedCallbackList, state: Any) -> None:
+        debug.note_hook(hook, state)
         for callback in self.in_order(hook):
             getattr(callback, hook)(state)
 
