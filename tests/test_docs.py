@@ -262,21 +262,29 @@ def rooms() -> dict[str, int]:
     return found
 
 
+def imports(path: Path) -> Iterator[str]:
+    """The modules and folders of this package that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchbearer_ddp"):
+            inner = str(node.module).split(".")[1:2]
+            yield from inner or [alias.name for alias in node.names if alias.name != "__version__"]
+
+
 def test_imports_point_down_the_design_page() -> None:
     row_of = rooms()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if room == "__init__":
-            continue
-        assert room in row_of, f"{room} is not on the design page"
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
-            package, _, inner = node.module.partition(".")
-            if package == "torchbearer_ddp":
-                for name in [inner.partition(".")[0]] if inner else [a.name for a in node.names]:
-                    if name != "__version__":
-                        assert row_of[name] >= row_of[room], f"{path.name} imports {name}"
+    room_of = {path: path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in sources()}
+    assert {room for room in room_of.values() if room not in row_of} == set(), "add to the table"
+    upward = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path, room in room_of.items()
+        for name in imports(path)
+        if row_of[name] < row_of[room]
+    ]
+    assert upward == []
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
 # Messages: each that the package can print has an entry in docs/troubleshooting.rst.
