@@ -15,7 +15,6 @@ from torchbearer_ddp.callbacks import plan
 from torchbearer_ddp.callbacks.accumulation import Accumulation
 from torchbearer_ddp.callbacks.ordering import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.reducer.buckets import BUCKET_BYTES
 from torchbearer_ddp.reducer.header import Answer, Note
 from torchbearer_ddp.reducer.reducer import Options, Reducer, Timing
 from torchbearer_ddp.reducer.sums import HALVES
@@ -145,7 +144,8 @@ class SyncGradients(OrderedCallback):
     Args:
         weighted: Average by batch size instead of equally, for batches that differ between ranks.
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
-        bucket_mb: The size of a bucket in MiB.
+        bucket_mb: The size of a bucket in MiB; None for what suits the transport (4 in shared
+            memory, else 25).
         compress: ``'bf16'`` or ``'fp16'``: numbers travel between hosts in half precision, half the
             bytes. They are still added in single precision, and rounded twice on their way; what
             rounding takes away is not carried over to the next step (no error feedback). Ranks of
@@ -176,18 +176,19 @@ class SyncGradients(OrderedCallback):
         *,
         weighted: bool = False,
         transport: str = "auto",
-        bucket_mb: float = BUCKET_BYTES / 2**20,
+        bucket_mb: float | None = None,
         compress: str | None = None,
         accumulate: int = 1,
     ) -> None:
         super().__init__()
-        if bucket_mb <= 0:
+        if bucket_mb is not None and bucket_mb <= 0:
             raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must have a size above 0.")
         if compress is not None and compress not in HALVES:
             raise ValueError(
                 f"compress is {compress!r}: it is one of {', '.join(map(repr, HALVES))}, or None."
             )
-        self._options = Options(transport, weighted, int(bucket_mb * 2**20), compress)
+        bucket_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
+        self._options = Options(transport, weighted, bucket_bytes, compress)
         self._accumulation = Accumulation(accumulate)
         self._reducer: Reducer | None = None
         self._trained: list[tuple[str, torch.nn.Parameter]] = []

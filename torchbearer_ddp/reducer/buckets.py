@@ -10,7 +10,6 @@ import torch
 from torchbearer_ddp.reducer.header import Header
 from torchbearer_ddp.reducer.transport import Transport
 
-BUCKET_BYTES = 25 * 2**20
 #: A header is exact in these: a step number and a batch size do not fit half precision.
 _HEADER_DTYPES = (torch.float32, torch.float64)
 
@@ -36,7 +35,7 @@ class Bucket:
     views: list[torch.Tensor] = field(default_factory=list)
 
 
-def plan(parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def plan(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[Bucket]:
     """Deals the parameters out to buckets, last ones first: the order in which gradients appear.
 
     Args:
@@ -60,7 +59,7 @@ def plan(parameters: Sequence[torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -
         if bucket.numel * parameter.element_size() >= bucket_bytes:
             del open_buckets[kind]
     fit = [b for b in buckets if b.dtype in _HEADER_DTYPES]
-    carrier = fit[-1] if fit else Bucket(torch.float32, _device_of(parameters))
+    carrier = fit[-1] if fit else Bucket(torch.float32, device_of(parameters))
     return [b for b in buckets if b is not carrier] + [carrier]
 
 
@@ -117,5 +116,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Where a header lives: with the gradients, or on the CPU where there are none."""
     return parameters[0].device if parameters else torch.device("cpu")

@@ -19,6 +19,7 @@ class CollectiveTransport:
     """
 
     overlaps = True
+    bucket_bytes = 25 * 2**20
 
     def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
         self.name = name

@@ -73,6 +73,7 @@ class HierarchicalTransport(SharedMemoryTransport):
 
     name = "hierarchical"
     overlaps = True
+    bucket_bytes = 25 * 2**20
 
     def __init__(
         self,

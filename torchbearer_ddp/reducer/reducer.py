@@ -40,13 +40,13 @@ class Options:
     Args:
         transport: The name of the transport, or ``auto``.
         weighted: True to weight each rank by its batch size.
-        bucket_bytes: The size of a bucket.
+        bucket_bytes: The size of a bucket, or None for what suits the transport.
         compress: ``bf16`` or ``fp16`` on the wire, or None.
     """
 
     transport: str = "auto"
     weighted: bool = False
-    bucket_bytes: int = layout.BUCKET_BYTES
+    bucket_bytes: int | None = None
     compress: str | None = None
 
 
@@ -75,14 +75,16 @@ class Reducer:
         self._weighted = options.weighted
         self._dense = [p for p in parameters if id(p) not in sparse]
         self._sparse = [p for p in parameters if id(p) in sparse]
-        self._buckets = layout.plan(self._dense, options.bucket_bytes)
         header = Header.size(world, len(self._dense))
         self._transport, self.choice = choice.choose(
             group,
             options.transport,
-            self._buckets[-1].device,
-            sum(b.numel * b.dtype.itemsize for b in self._buckets) + 8 * header,
+            layout.device_of(self._dense),
+            sum(p.numel() * p.element_size() for p in self._dense) + 8 * header,
             options.compress,
+        )
+        self._buckets = layout.plan(
+            self._dense, options.bucket_bytes or self._transport.bucket_bytes
         )
         layout.allocate(self._buckets, self._dense, self._transport, header)
         self._header = layout.header_of(self._buckets, group.member.rank, world)
@@ -119,8 +121,7 @@ class Reducer:
         weight = self._weight(batch_size)
 
         def send(bucket: layout.Bucket) -> None:
-            gradients = [_gradient(self._dense[index]) for index in bucket.indices]
-            torch._foreach_copy_(bucket.views, gradients)
+            self._fill(bucket)
             self._transport.start(bucket.flat, wait, weight)
 
         self._overlap.arm(send, wait)
@@ -143,12 +144,11 @@ class Reducer:
             self._overlap.disarm() if self._overlap is not None else (0, None, False)
         )
         wait = wait or Wait(self._group, self._activity())
-        used = self._gather(sent)
+        used = [parameter.grad is not None for parameter in self._dense]
         answer = self._exchange(note, used, wait, sent)
         if answer.again:
             # Backward ran more than once, so what was sent on the way was not the whole.
             self._stop_overlap()
-            self._gather()
             answer = self._exchange(note, used, Wait(self._group, f"{self._activity()}, again"))
         self._hand_out(answer, used)
         if self._sparse:
@@ -167,31 +167,26 @@ class Reducer:
         """What this rank counts; the sum of batch sizes is only known from the header."""
         return batch_size if self._weighted else 1.0 / self._group.member.world_size
 
-    def _gather(self, sent: int = 0) -> list[bool]:
-        """Copies the gradients to their places; returns which parameters have one.
-
-        Args:
-            sent: How many buckets are under way already, and must not be touched.
-        """
-        used = [parameter.grad is not None for parameter in self._dense]
+    def _fill(self, bucket: layout.Bucket) -> None:
+        """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        for bucket in self._buckets[sent:]:
-            for index, view in zip(bucket.indices, bucket.views, strict=True):
-                parameter = self._dense[index]
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad is not view:
-                    sources.append(_gradient(parameter))
-                    places.append(view)
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            parameter = self._dense[index]
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                sources.append(_gradient(parameter))
+                places.append(view)
         if places:
             torch._foreach_copy_(places, sources)
-        return used
 
     def _exchange(self, note: Note, used: list[bool], wait: Wait, sent: int = 0) -> Answer:
         self._header.write(note, None if all(used) else used)
         weight = self._weight(note.batch_size)
         for bucket in self._buckets[sent:]:
+            # One by one: the first is on its way while the next is filled.
+            self._fill(bucket)
             self._transport.start(bucket.flat, wait, weight)
         for bucket in self._buckets:
             self._transport.finish(bucket.flat, wait)
@@ -240,9 +235,7 @@ class Reducer:
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The gradient as a dense tensor: an operation may give a sparse one unasked."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
+    gradient: torch.Tensor = parameter.grad  # type: ignore[assignment]
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 

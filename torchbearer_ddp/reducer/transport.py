@@ -20,6 +20,8 @@ class Transport(Protocol):
     name: str
     #: True if a bucket makes progress between ``start`` and ``finish``.
     overlaps: bool
+    #: The size of a bucket that suits it.
+    bucket_bytes: int
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
