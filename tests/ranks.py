@@ -28,7 +28,10 @@ import cloudpickle
 from torchbearer_ddp import process_group
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchbearer", "torchbearer_ddp", "tests.ranks"])
+# The first optimizer of a process imports torch._dynamo, which takes longer than most tests.
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks"]
+)
 _GRACE_SECONDS = 5.0
 
 
