@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from torchbearer_ddp import debug
 
@@ -33,6 +34,8 @@ class _State:
 
 
 _state = _State()
+#: The handlers that this process had before ours, while ours are in force.
+_before: dict[signal.Signals, Any] = {}
 
 
 def requested() -> int | None:
@@ -83,6 +86,7 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     _state = _State()
     previous = {s: signal.signal(s, handle) for s in signums}
     previous[_WAKE] = signal.signal(_WAKE, lambda signum, frame: None)
+    _before.update(previous)
     watchdog = _Watchdog(grace, signums)
     try:
         yield
@@ -90,6 +94,24 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
         watchdog.close()
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+        _before.clear()
+
+
+def _let_go() -> None:
+    """In a forked child, such as a loader's worker: its signals are its own, not its rank's.
+
+    Otherwise a SIGTERM to the child would reach the rank's watchdog through the pipe that they
+    share, and the child itself would not end.
+    """
+    if _before:
+        signal.set_wakeup_fd(-1)
+        for signum, handler in _before.items():
+            # Slurm sends SIGUSR2 to every process of a step, and it is not meant for this one.
+            signal.signal(signum, signal.SIG_IGN if signum == signal.SIGUSR2 else handler)
+        _before.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def handle(signum: int, frame: FrameType | None) -> None:
