@@ -109,7 +109,7 @@ class SlurmJob(submitit.SlurmJob[Any]):
     ``results()`` waits for every rank's value, through any number of requeues.
     """
 
-    watcher = _Watcher(delay_s=10)
+    watcher = _Watcher(delay_s=5)
 
     def results(self) -> list[Any]:
         """Waits for the job and returns the result of every rank, in the order of ranks.

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - the path comes first
 """The first lines of a submitted task; run as a file, so that nothing is imported before them.
 
 Slurm's signal may come while torch is still being imported, and would end the process. It is held

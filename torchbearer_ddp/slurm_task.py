@@ -156,10 +156,14 @@ class _Attempt:
     def stop(self) -> NoReturn:
         """Ends this rank after a signal; the first one sees to it that the job starts again."""
         signum = signals.received() or 0
+        name = signal.Signals(signum).name
         try:
-            if self._is_first_to_stop() and self._wanted_again(signum):
-                self._requeue(signal.Signals(signum).name)
-        except (LaunchError, OSError) as error:
+            if self._is_first_to_stop():
+                if not self._wanted_again(signum):
+                    _say(f"{name}, all ranks stop; job {self._job} is not requeued")
+                    worker.exit_now(128 + signum)
+                self._requeue(name)
+        except (LaunchError, OSError, subprocess.SubprocessError) as error:
             self.fail(error)
         # Not a failure: a bad exit of one task would end the one that requeues too early.
         worker.exit_now(0)

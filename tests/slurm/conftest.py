@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -33,30 +32,32 @@ class Cluster:
     def __init__(self, state: Path, port: int) -> None:
         self.state = state
         self._port = port
+        # Reads until this process closes the pipe or ends, however it ends, and then cleans up.
+        self._guard = subprocess.Popen(
+            ["bash", "-c", 'cat; bash "$0" "$1"; rm -rf "$1"', str(_HERE / "stop-slurm.sh"), state],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def start(self) -> None:
         """Starts what is not running."""
-        self._script("start-slurm.sh", 120)
+        done = subprocess.run(
+            ["bash", str(_HERE / "start-slurm.sh"), str(self.state)],
+            env={**os.environ, "PORT": str(self._port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE,
+        )
+        if done.returncode != 0:
+            pytest.fail(f"the cluster did not start: {done.stdout[-3000:]}")
 
     def stop(self) -> list[int]:
         """Stops the cluster; returns the daemons that are still there, which should be none."""
         files = list((self.state / "run").glob("*.pid"))
         pids = [int(path.read_text()) for path in files if not path.name.startswith("own.")]
-        self._script("stop-slurm.sh", 120)
+        self._guard.communicate(timeout=PATIENCE)
         return [pid for pid in pids if _runs(pid)]
-
-    def _script(self, name: str, seconds: float) -> None:
-        environment = {**os.environ, "PORT": str(self._port)}
-        done = subprocess.run(
-            ["bash", str(_HERE / name), str(self.state)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
-        if done.returncode != 0:
-            pytest.fail(f"{name}: {done.stdout[-3000:]}")
 
     def command(self, *words: str) -> str:
         """What a command of Slurm prints."""
@@ -133,7 +134,6 @@ def _running() -> Iterator[Cluster]:
         yield cluster
     finally:
         left = cluster.stop()
-        shutil.rmtree(state, ignore_errors=True)
     assert not left, f"daemons that did not end: {left}"
 
 

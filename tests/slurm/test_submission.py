@@ -51,6 +51,7 @@ def test_parameters_reach_the_job_and_none_are_sent_for_gpus_unless_asked(cluste
     with_gpus = submit_slurm(
         training.tell,
         names,
+        tasks_per_node=2,
         folder=folder,
         gpus_per_node=2,
         cpus_per_task=2,
@@ -61,9 +62,9 @@ def test_parameters_reach_the_job_and_none_are_sent_for_gpus_unless_asked(cluste
         nice=5,  # known to sbatch alone
         slurm_additional_parameters={"begin": "now"},
     )
-    plain = submit_slurm(training.tell, names, folder=folder)  # both at once
-    assert with_gpus.results() == [["mine", "urgent", "2", "2"]]
-    assert plain.results() == [["tell", "main", None, None]]
+    plain = submit_slurm(training.tell, names, tasks_per_node=2, folder=folder)  # both at once
+    assert with_gpus.results() == [["mine", "urgent", "2", "2"]] * 2
+    assert plain.results() == [["tell", "main", None, None]] * 2
     sent = with_gpus.paths.submission_file.read_text()
     for flag in ("--mem=204MB", "--nice=5", "--begin=now", "--gpus-per-node=2", "--requeue"):
         assert f"#SBATCH {flag}\n" in sent

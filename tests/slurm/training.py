@@ -22,35 +22,30 @@ def restarts() -> int:
 
 
 class Hold(Callback):
-    """Stops at a step of one start of the job until a signal comes, or the end.
+    """Waits at certain steps until a signal comes, or the end; at each place once.
 
     Args:
-        places: The step to hold at, by the number of restarts.
-        marks: The folder in which each rank says that it is there.
+        places: The steps to wait after, each counted from a start of the job.
+        marks: The folder in which each rank says that it has come to a place.
     """
 
-    def __init__(self, places: dict[int, int], marks: str) -> None:
+    def __init__(self, places: list[int], marks: Path) -> None:
         super().__init__()
-        self._step = places.get(restarts())
-        self._marks = Path(marks)
+        named = [(s, marks / f"holds-{n}-{collectives.rank()}") for n, s in enumerate(places)]
+        self._left = [(step, mark) for step, mark in named if not mark.exists()]
         self._steps = 0
 
     def on_step_training(self, state: Any) -> None:
         self._steps += 1
-        if self._steps == self._step:
-            hold(self._marks)
-
-
-def hold(marks: Path) -> None:
-    """Says where this rank is, and waits for a signal."""
-    (marks / f"holds-{restarts()}-{collectives.rank()}").touch()
-    deadline = time.monotonic() + _PATIENCE
-    while not signals.requested() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        if self._left and self._steps == self._left[0][0]:
+            self._left[0][1].touch()
+            deadline = time.monotonic() + _PATIENCE
+            while not signals.requested() and time.monotonic() < deadline:
+                time.sleep(0.02)
 
 
 def train(
-    folder: str, places: dict[int, int] | None = None, every_steps: int | None = None
+    folder: str, places: list[int] | None = None, every_steps: int | None = None
 ) -> dict[str, Any]:
     """Three epochs of five steps, with dropout, momentum and shuffling, so that nothing is free.
 
@@ -69,7 +64,7 @@ def train(
     )
     callbacks = [*data_parallel(), Checkpoint(folder, every_steps=every_steps)]
     if places is not None:
-        callbacks.append(Hold(places, str(Path(folder).parent)))
+        callbacks.append(Hold(places, Path(folder).parent))
     trial = torchbearer.Trial(
         model,
         torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
