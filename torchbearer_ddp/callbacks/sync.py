@@ -15,6 +15,7 @@ from torchbearer_ddp.callbacks import plan
 from torchbearer_ddp.callbacks.accumulation import Accumulation
 from torchbearer_ddp.callbacks.ordering import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.metrics import batch_size
 from torchbearer_ddp.reducer.header import Answer, Note
 from torchbearer_ddp.reducer.reducer import Options, Reducer, Timing
 from torchbearer_ddp.reducer.sums import HALVES
@@ -231,7 +232,7 @@ class SyncGradients(OrderedCallback):
         """Right before backward: from here on a full bucket may travel while backward runs."""
         self._accumulation.restore()
         if self._reducer is not None and not self._accumulation.goes_on(state):
-            self._reducer.begin(_batch_size(state))
+            self._reducer.begin(batch_size(state))
 
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and nobody has used them yet."""
@@ -246,7 +247,7 @@ class SyncGradients(OrderedCallback):
             self._frozen = frozen
             self._reducer = self._new_reducer(group, state)
         signum = signals.requested() or 0
-        note = Note(0, _batch_size(state), stop=self._asked or signum > 0, signal=signum)
+        note = Note(0, batch_size(state), stop=self._asked or signum > 0, signal=signum)
         if _closure_decides(state):
             note.loss = float(state[torchbearer.LOSS].detach())
         self._answer = self._reducer.reduce(note)
@@ -341,13 +342,6 @@ def _sparse_parameters(model: torch.nn.Module) -> set[int]:
         for module in model.modules()
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
     }
-
-
-def _batch_size(state: Any) -> int:
-    value = state[torchbearer.X]
-    while isinstance(value, list | tuple | dict) and value:
-        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
-    return int(value.shape[0]) if torch.is_tensor(value) and value.dim() else 1
 
 
 def _closure_decides(state: Any) -> bool:

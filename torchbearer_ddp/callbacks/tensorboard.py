@@ -22,6 +22,7 @@ from torchbearer.callbacks import Callback
 from torchbearer_ddp import collectives, randomness
 from torchbearer_ddp.callbacks.sync import SyncGradients
 from torchbearer_ddp.event_file import EventFile
+from torchbearer_ddp.metrics import batch_size
 from torchbearer_ddp.reducer.reducer import Timing
 
 _GLOBAL_STEP = "global_step"
@@ -252,7 +253,7 @@ class _Speed:
         seconds = time.perf_counter() - self._since
         self._seconds += seconds
         self._steps += 1
-        self._samples += collectives.world_size() * _batch_size(state[torchbearer.X])
+        self._samples += collectives.world_size() * batch_size(state)
         for callback in state[torchbearer.CALLBACK_LIST]:
             if isinstance(callback, SyncGradients):
                 self._exchanges = True
@@ -274,12 +275,6 @@ class _Speed:
                 values[f"step_time_ms/{part}"] = 1000 * seconds / self._steps
         self._clear()
         return values
-
-
-def _batch_size(x: Any) -> int:
-    while isinstance(x, list | tuple | dict) and x:
-        x = next(iter(x.values())) if isinstance(x, dict) else x[0]
-    return int(x.shape[0]) if torch.is_tensor(x) and x.dim() else 1
 
 
 def _steps_of(history: list[dict[str, Any]]) -> int:
