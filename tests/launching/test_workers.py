@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.launching.programs import Program
-from torchbearer_ddp import collectives
+from torchbearer_ddp import collectives, run_distributed
 from torchbearer_ddp.errors import LaunchError, WorkerError
-from torchbearer_ddp.launch import run_distributed
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +140,7 @@ def test_bad_arguments_are_value_errors():
 NOTEBOOK = """
 import pickle, torch
 from torchbearer_ddp import collectives
-from torchbearer_ddp.launch import run_distributed
+from torchbearer_ddp import run_distributed
 
 class Net(torch.nn.Linear):
     pass

@@ -8,9 +8,7 @@ import time
 
 import torch
 
-from torchbearer_ddp import collectives, process_group, signals
-from torchbearer_ddp.arguments import add_arguments
-from torchbearer_ddp.launch import run_distributed
+from torchbearer_ddp import add_arguments, collectives, process_group, run_distributed, signals
 
 parser = add_arguments(argparse.ArgumentParser())
 parser.add_argument("event")

@@ -5,8 +5,7 @@ import sys
 
 import torch
 
-from torchbearer_ddp import collectives
-from torchbearer_ddp.launch import run_distributed
+from torchbearer_ddp import collectives, run_distributed
 
 
 def add_up(start):
