@@ -24,6 +24,9 @@ from torchbearer_ddp.supervision import Supervisor
 _runs = itertools.count()
 #: How long a launcher tries to tell the store of another host why its rank died.
 _WORD_SECONDS = 2.0
+#: Marks an error with how this process ends if nobody catches it. A hook that held the error would
+#: keep its traceback, and the store of the failed run in it, for as long as the process lives.
+_ENDING = "_torchbearer_ddp_ending"
 
 
 def run_distributed(
@@ -178,18 +181,23 @@ def _show_only_the_message(error: Exception, exitcode: int, *, certainly: bool =
         exitcode: The exit code of the process, if the error is not caught.
         certainly: True to skip what could hang: the end of a group with pending messages.
     """
+    setattr(error, _ENDING, (exitcode, certainly))
     previous = sys.excepthook
+    if hasattr(previous, _ENDING):
+        return
 
     def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
-        if found is not error:
+        if not hasattr(found, _ENDING):
             previous(kind, found, trace)
             return
-        if isinstance(error, DistributedError) or exitcode == 2:
-            print(f"torchbearer_ddp: {error}", file=sys.stderr)
+        code, at_once = getattr(found, _ENDING)
+        if isinstance(found, DistributedError) or code == 2:
+            print(f"torchbearer_ddp: {found}", file=sys.stderr)
         else:
             previous(kind, found, trace)
-        if certainly:
-            worker.exit_now(exitcode)
-        raise SystemExit(exitcode)
+        if at_once:
+            worker.exit_now(code)
+        raise SystemExit(code)
 
+    setattr(hook, _ENDING, True)
     sys.excepthook = hook
