@@ -1,0 +1,130 @@
+"""Nobody gets in: what listens, what is unpickled, what a failing rank can do to its launcher."""
+
+import ast
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+import torchbearer_ddp
+from tests.faults.training import launch, train
+from tests.launching.programs import Program
+from tests.ranks import run_ranks
+from torchbearer_ddp import WorkerError, collectives
+
+PACKAGE = Path(torchbearer_ddp.__file__).parent
+TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
+#: Loopback as the kernel writes it: IPv4, IPv6, and IPv4 within IPv6.
+LOOPBACK = ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F")
+LISTENS = "0A"
+
+
+def listening(pid):
+    """The addresses that a process listens on, in the kernel's own writing."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == LISTENS and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def test_a_local_run_listens_on_loopback_only():
+    flags = ("--nproc-per-node", "2", "--steps", "10000", "--pause", "0.05")
+    with Program(*TRAINING, *flags, raw=True) as program:
+        ranks = program.pids(2)
+        for pid in (program.process.pid, *ranks):
+            addresses = listening(pid)
+            assert addresses, "nothing was found, so nothing was tested"
+            assert set(addresses) <= set(LOOPBACK)
+
+
+#: Who may pickle, and what: the worker on its way to a process that the same user has started, and
+#: its result. A checkpoint's file only names the error that a bad file raises.
+MAY_PICKLE = {
+    "worker.py": {"cloudpickle"},
+    "supervision.py": {"cloudpickle"},
+    "slurm_task.py": {"cloudpickle"},
+    "checkpoints/file.py": {"pickle"},
+}
+PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg", "joblib"}
+
+
+def test_only_the_launching_side_can_pickle():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").partition(".")[0]]
+            for name in PICKLERS & set(names):
+                found.setdefault(str(path.relative_to(PACKAGE)), set()).add(name)
+        # torch's collectives of objects pickle, and so does its RPC.
+        for name in ("_object(", "_object_list(", "distributed.rpc", "multiprocessing"):
+            assert name not in text, f"{path.name}: {name}"
+    assert found == MAY_PICKLE
+    assert "pickle.load" not in (PACKAGE / "checkpoints" / "file.py").read_text()
+
+
+def forbidden(*args, **kwargs):
+    raise AssertionError("something was pickled or unpickled")
+
+
+def train_without_pickle():
+    for module in (pickle, cloudpickle, torch):
+        for name in ("load", "loads", "dump", "dumps", "save", "Pickler", "Unpickler"):
+            if hasattr(module, name):
+                setattr(module, name, forbidden)
+    value = {"text": "a", "list": [1, 2.5, None], "bytes": b"\x80", "tensor": torch.ones(2)}
+    everyone = collectives.all_gather(value, "plain data")
+    assert everyone[1]["list"] == collectives.broadcast(value, "plain data")["list"]
+    steps, _ = train([])
+    os._exit(0 if steps == 10 else 1)  # the test's own result would be pickled
+
+
+def test_ranks_train_where_nothing_can_be_pickled():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(train_without_pickle, 2)
+    told = str(caught.value).replace("the process ended without a word", "")
+    assert told.split() == ["rank", "0", "failed:", "rank", "1", "failed:"]
+
+
+class Bomb(Exception):
+    """An error that runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("crater",)
+
+
+def explode():
+    if collectives.rank() == 1:
+        raise Bomb("tick")
+    collectives.barrier()
+
+
+def test_a_rank_s_error_reaches_the_launcher_as_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WorkerError, match=r"Rank 1 on .* raised .*Bomb: tick"):
+        launch(explode)
+    assert not (tmp_path / "crater").exists()
+
+
+def test_a_value_that_is_not_plain_is_refused_before_it_is_sent():
+    with pytest.raises(TypeError, match=r"Bomb, which cannot be sent to other ranks"):
+        torchbearer_ddp.wire.encode([Bomb()])
