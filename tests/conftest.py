@@ -1,0 +1,80 @@
+"""The order of the tests, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+
+#: Cheap ones first, so that a simple mistake is found at once.
+_ORDER = ("tests", "distributed", "launching", "faults", "slurm")
+_MARK = "TORCHBEARER_DDP_TEST_RUN"
+_GRACE_SECONDS = 15.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        # Snippets and commands of the documentation start programs: they are not cheap.
+        if item.path.name == "test_docs.py":
+            return _ORDER.index("launching")
+        return _ORDER.index(item.path.parent.name)
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_stays_behind() -> Iterator[None]:
+    """After the last test no process and no shared memory of the run is left.
+
+    A mark in the environment finds every process that a test has started, however it was started
+    and whoever its parent is by now.
+    """
+    os.environ[_MARK] = uuid.uuid4().hex
+    shared = _shared_memory()
+    yield
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (left := _marked(os.environ[_MARK])) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    del os.environ[_MARK]
+    assert not left, f"processes are left behind: {left}"
+    assert not (new := _shared_memory() - shared), f"shared memory is left behind: {new}"
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays_as_it_is() -> Iterator[None]:
+    before = _environment()
+    yield
+    changed = {k for k in before.keys() | _environment() if before.get(k) != _environment().get(k)}
+    assert not changed, f"the test has changed the environment: {changed}"
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*")}
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """The processes with this mark, but for this one and the servers that it keeps."""
+    servers = {
+        os.getpid(),
+        forkserver._forkserver._forkserver_pid,
+        resource_tracker._resource_tracker._pid,
+    }
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if int(entry.name) not in servers and command:
+                    found[int(entry.name)] = command[:200]
+        except OSError:
+            continue  # it has just ended, or is not ours to look at
+    return found
