@@ -106,7 +106,7 @@ class Checkpoint(OrderedCallback):
         self._resume = resume
         self._background = background
         self._writer = Writer()
-        self._copier = Copier()
+        self._copier = Copier(borrow=not background)
         self._lookout = Lookout(every_seconds)
         self._opened = False
         self._running = False

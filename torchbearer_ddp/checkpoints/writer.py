@@ -47,10 +47,13 @@ class Writer:
             job: What to do.
         """
         self.wait()
+        begun = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(job,), name="torchbearer_ddp-checkpoint", daemon=False
+            target=self._run, args=(job, begun), name="torchbearer_ddp-checkpoint", daemon=False
         )
+        # The thread waits at once, so that the caller goes on without waiting for python's lock.
         self._thread.start()
+        begun.set()
 
     def wait(self) -> None:
         """Waits until nothing is under way."""
@@ -65,7 +68,8 @@ class Writer:
         error, self._error = self._error, None
         return error
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None], begun: threading.Event) -> None:
+        begun.wait()
         try:
             job()
         except Exception as error:
