@@ -26,12 +26,14 @@ import torch
 # torch.distributed has these names as well, but its types do not say so.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.errors import DistributedError, LaunchError
 
 DEFAULT_TIMEOUT = 300.0
 #: How long the store stays for others after success, and for them to read the cause of a failure.
 LEAVE_SECONDS = 3.0
 ABANDON_SECONDS = 2.0
+#: How long a departure may take beyond that; the store does not answer where the network is cut.
+_STORE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _RETRY_SECONDS = 0.1
 #: A program that is not a store may say so itself.
@@ -176,9 +178,14 @@ def depart(store: Store, world_size: int, seconds: float) -> None:
         world_size: The number of ranks in the run.
         seconds: How long to stay if others have not left yet.
     """
-    with contextlib.suppress(RuntimeError):  # the store's holder may be gone already: fine
+
+    def leave() -> None:
         store.add("left", 1)
         await_departures(store, world_size, seconds)
+
+    # The store's holder may be gone already, or out of reach: fine.
+    with contextlib.suppress(LaunchError):
+        in_time(leave, time.monotonic() + seconds + _STORE_SECONDS, "the store does not answer")
 
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:
@@ -299,6 +306,6 @@ def in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
     thread.join(max(0.0, deadline - time.monotonic()))
     if outcome:
         return outcome[0]
-    if failure and isinstance(failure[0], LaunchError):
+    if failure and isinstance(failure[0], DistributedError):
         raise failure[0]
     raise LaunchError(message) from (failure[0] if failure else None)

@@ -20,13 +20,16 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from torchbearer_ddp import debug
-from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
+from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
 from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
+from torchbearer_ddp.rendezvous import in_time
 
 #: How long a wait goes on before it looks around; short against any timeout, long against a step.
 POLL_SECONDS = 1.0
 #: How long the cause of a broken connection may take to appear in the store.
 _CAUSE_SECONDS = 1.5
+#: How long the store may take to answer; torch would wait for ever where the network is cut.
+_STORE_SECONDS = 2.0
 
 
 class Wait:
@@ -52,23 +55,28 @@ class Wait:
             PeerLost: If another rank has failed, or did not answer within the timeout.
             DesyncError: If another rank waits for something else.
         """
+        deadline = max(time.monotonic(), self._started + self.timeout) + _STORE_SECONDS
         try:
-            self._post()
-            self._raise_verdict()
-            posts = self._posts()
-            if any(self._parted(post) for post in posts.values()):
-                self._judge(DesyncError, self._parted_message(posts))
-            if time.monotonic() - self._started > self.timeout:
-                self._judge(PeerLost, self._silent_message(posts))
-        except (RuntimeError, OSError) as error:
+            in_time(self._look_around, deadline, "the store does not answer")
+        except DistributedError as error:
             self._group.broken = True
             debug.report("a wait failed")
-            if isinstance(error, DistributedError):
+            if not isinstance(error, LaunchError):
                 raise
             raise PeerLost(
                 f"{self._me()} lost the store while waiting for {self._activity}: the process that "
-                "holds it (the launcher, or rank 0) has ended. Look at its output for the cause."
+                "holds it (the launcher, or rank 0) has ended, or the network is cut. Look at its "
+                "output for the cause."
             ) from error
+
+    def _look_around(self) -> None:
+        self._post()
+        self._raise_verdict()
+        posts = self._posts()
+        if any(self._parted(post) for post in posts.values()):
+            self._judge(DesyncError, self._parted_message(posts))
+        if time.monotonic() - self._started > self.timeout:
+            self._judge(PeerLost, self._silent_message(posts))
 
     @property
     def timeout(self) -> float:
@@ -83,19 +91,13 @@ class Wait:
             lost: The rank that is gone, where the transport knows.
         """
         self._group.broken = True
-        deadline = time.monotonic() + _CAUSE_SECONDS
+        deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
         silent: list[int] = []
         try:
-            self._post()
-            while time.monotonic() < deadline:
-                self._raise_verdict()
-                posts = self._posts()
-                silent = [r for r in range(self._group.member.world_size) if r not in posts]
-                time.sleep(0.05)
+            silent = in_time(self._await_cause, deadline, "the store does not answer")
         except DistributedError as known:
-            return known
-        except (RuntimeError, OSError):
-            silent = []
+            if not isinstance(known, LaunchError):
+                return known
         if lost is not None:
             silent = [lost]
         suspects = f" No word from rank {self._names(silent)}." if silent else ""
@@ -106,6 +108,18 @@ class Wait:
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
         )
+
+    def _await_cause(self) -> list[int]:
+        """Raises the cause as soon as it is known, else returns the ranks that gave no word."""
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        silent: list[int] = []
+        self._post()
+        while time.monotonic() < deadline:
+            self._raise_verdict()
+            posts = self._posts()
+            silent = [r for r in range(self._group.member.world_size) if r not in posts]
+            time.sleep(0.05)
+        return silent
 
     # The board.
 
