@@ -148,12 +148,13 @@ if __name__ == "__main__":
     parser.add_argument("--events", type=json.loads, default=[])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--transport", default="auto")
     options = parser.parse_args()
     with contextlib.suppress(BrokenPipeError):
         results = run_distributed(
             train,
             (options.events, options.steps),
-            {"pause": options.pause},
+            {"pause": options.pause, "transport": options.transport},
             options=options,
         )
         os.write(1, f"{json.dumps(results)}\n".encode())  # one write: lines must not mix
