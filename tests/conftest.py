@@ -15,6 +15,10 @@ import pytest
 _ORDER = ("tests", "distributed", "launching", "faults", "slurm")
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
 _GRACE_SECONDS = 15.0
+_VARIABLES = (
+    "CUDA_", "GLOO_", "LOCAL_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM", "SUBMITIT",
+    "TORCHBEARER_DDP", "TORCHELASTIC", "WORLD_SIZE",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,9 +58,8 @@ def _environment_stays_as_it_is() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    # pytest's own, and one that torch sets when an optimizer first imports its compiler.
-    expected = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-    return {k: v for k, v in os.environ.items() if k not in expected}
+    """What launchers and ranks read; packages set others of their own when they are imported."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
 
 
 def _shared_memory() -> set[str]:
