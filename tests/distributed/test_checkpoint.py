@@ -1,5 +1,6 @@
 """Checkpoint on real ranks: what is in a file, and how runs continue from it."""
 
+import functools
 import subprocess
 import sys
 import threading
@@ -9,7 +10,14 @@ import warnings
 import pytest
 import torch
 import torchbearer
-from torchbearer.callbacks import EarlyStopping, on_sample, on_step_training
+from torchbearer.callbacks import (
+    EarlyStopping,
+    LambdaLR,
+    MultiStepLR,
+    TorchScheduler,
+    on_sample,
+    on_step_training,
+)
 
 from tests.checkpoint_runs import assert_same, build, network, outcome, train
 from tests.ranks import ranks, run_ranks
@@ -61,7 +69,7 @@ def names(folder):
         (17, {"every_steps": 8}),  # the last step of an epoch is done, its validation is not
         (25, {}),
         (13, {"every_steps": 3, "workers": 2}),
-        (30, {"every_steps": 3, "steps": 19}),  # the loader starts over within an epoch
+        (32, {"every_steps": 3, "steps": 19}),  # the loader starts over within an epoch
         (21, {"every_seconds": 1e-9, "background": False}),
     ],
 )
@@ -74,6 +82,30 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path, at, options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
         assert_same(train(tmp_path, **options), expected)
+
+
+def one_cycle():
+    builder = functools.partial(
+        torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40, three_phase=True
+    )
+    return TorchScheduler(builder, step_on_batch=True)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda: LambdaLR(lambda epoch: 1 / (1 + epoch)),
+        lambda: MultiStepLR([3, 9, 20], step_on_batch=True),
+        one_cycle,
+    ],
+)
+def test_schedulers_that_set_the_rate_when_they_are_made(tmp_path, scheduler):
+    expected = train(callbacks=[scheduler()])
+    with pytest.raises(Stopped):
+        train(tmp_path, [scheduler(), failing(21)], every_steps=4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert_same(train(tmp_path, [scheduler()]), expected)
 
 
 def test_saving_changes_nothing(tmp_path):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torchbearer
 
@@ -22,6 +22,8 @@ from torchbearer_ddp.checkpoints.lookout import Answer, Lookout
 from torchbearer_ddp.checkpoints.plain import Copier
 from torchbearer_ddp.checkpoints.resumption import Resumption, data_plan
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
+
+_T = TypeVar("_T")
 
 
 class Checkpoint(OrderedCallback):
@@ -90,15 +92,12 @@ class Checkpoint(OrderedCallback):
         folder_mode: int = 0o700,
     ) -> None:
         super().__init__()
-        given = {
-            "every_epochs": every_epochs,
-            "every_steps": every_steps,
-            "every_seconds": every_seconds,
-            "keep": keep,
-        }
-        for name, value in given.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}: give a number above 0, or None.")
+        _require_positive(
+            every_epochs=every_epochs,
+            every_steps=every_steps,
+            every_seconds=every_seconds,
+            keep=keep,
+        )
         self._folder = Folder(Path(folder), keep, file_mode=file_mode, folder_mode=folder_mode)
         self._every_epochs = every_epochs
         self._every_steps = every_steps
@@ -151,11 +150,12 @@ class Checkpoint(OrderedCallback):
         if not self._running:
             return
         if self._opened:  # another run of the same trial: it goes on with what it has
-            self._open()
+            _from_rank_zero(self._open)
         else:
             self._opened = True
-            self._resumption = self._find()
-            if self._resumption is not None:
+            path, payload = _from_rank_zero(self._find)
+            if payload is not None:
+                self._resumption = Resumption(path, payload)
                 self._resumption.start(state)
                 self._global_step = self._saved_step = self._resumption.global_step
         self._lookout.begin(self._global_step, writing=False)
@@ -215,7 +215,7 @@ class Checkpoint(OrderedCallback):
             return
         if self._resumption is not None:  # there was no epoch left to do
             self._resumption.start_epoch(state)
-            self._resumption = None
+        self._resumption = None
         unsaved = self._saved_step != self._global_step
         epoch_is_open = len(state[torchbearer.HISTORY]) == state[torchbearer.EPOCH]
         if unsaved and epoch_is_open and self._is_stopped_by_signal(state):
@@ -255,15 +255,7 @@ class Checkpoint(OrderedCallback):
         Raises:
             CheckpointError: If it cannot be read, needs ``trust``, or is of another model.
         """
-        payload: Any = None
-        error: Exception | None = None
-        if collectives.is_rank_zero():
-            try:
-                payload = finding.read_any(Path(path), trust=trust)
-            except Exception as caught:
-                error = caught
-        collectives.raise_together(error, "reading a checkpoint")
-        payload = collectives.broadcast(payload, "a checkpoint")
+        payload = _from_rank_zero(lambda: finding.read_any(Path(path), trust=trust))
         contents.restore(trial.state, payload)
         if "callbacks" in payload.get(SECTION, {}):
             if collectives.is_rank_zero():
@@ -271,32 +263,16 @@ class Checkpoint(OrderedCallback):
             contents.restore_callbacks(trial.state, payload)
         return trial
 
-    # Finding.
+    # Finding, on rank zero.
 
     def _open(self) -> None:
-        error: Exception | None = None
-        if collectives.is_rank_zero():
-            try:
-                finish_writing()  # a run of this process that failed may still be at it
-                self._folder.open()
-                self._serial = self._folder.next_serial()
-            except Exception as caught:
-                error = caught
-        collectives.raise_together(error, "opening the checkpoint folder")
+        finish_writing()  # a run of this process that failed may still be at it
+        self._folder.open()
+        self._serial = self._folder.next_serial()
 
-    def _find(self) -> Resumption | None:
-        """The checkpoint to continue from, read by rank zero and sent to the others."""
+    def _find(self) -> tuple[str, Any]:
         self._open()
-        found: Any = None
-        error: Exception | None = None
-        if collectives.is_rank_zero():
-            try:
-                found = finding.find(self._folder, self._resume)
-            except Exception as caught:
-                error = caught
-        collectives.raise_together(error, "looking for a checkpoint")
-        path, payload = collectives.broadcast(found, "the checkpoint")
-        return None if payload is None else Resumption(path, payload)
+        return finding.find(self._folder, self._resume)
 
     # Saving.
 
@@ -384,6 +360,25 @@ class Checkpoint(OrderedCallback):
         if not state[torchbearer.STOP_TRAINING]:
             return False
         return collectives.any_rank(signals.received() is not None, "a stop by a signal")
+
+
+def _from_rank_zero(action: Callable[[], _T]) -> _T:
+    """What an action gives on rank zero; if it fails there, all ranks raise its error."""
+    result: Any = None
+    error: Exception | None = None
+    if collectives.is_rank_zero():
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    collectives.raise_together(error, "reading a checkpoint")
+    return collectives.broadcast(result, "a checkpoint")  # type: ignore[no-any-return]
+
+
+def _require_positive(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}: give a number above 0, or None.")
 
 
 def _holds_gradients(state: Any) -> bool:

@@ -25,6 +25,8 @@ SECTION = "torchbearer_ddp"
 MODEL, OPTIMIZER, HISTORY = "model", "optimizer", "history"
 _VERSION = "torchbearer_version"
 _NAMED_DIFFERENCES = 4
+#: A trial into which a file is loaded need not save files itself.
+_OURS = "Checkpoint"
 
 
 def collect(state: Any, copier: Copier) -> dict[str, Any]:
@@ -138,8 +140,8 @@ def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
     """Names the callbacks whose state finds nobody, and those that find no state."""
     saved = payload.get(SECTION, {}).get("callbacks", {})
     live = named_callbacks(state[torchbearer.CALLBACK_LIST])
-    missing = [name for name in saved if name not in live]
-    extra = [name for name in live if name not in saved]
+    missing = [name for name in saved if name not in live and not name.startswith(_OURS)]
+    extra = [name for name in live if name not in saved and not name.startswith(_OURS)]
     if missing or extra:
         parts = [f"no longer there: {', '.join(missing)}"] if missing else []
         parts += [f"new, starting without a saved state: {', '.join(extra)}"] if extra else []
