@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: run test lint docs bench slurm-test soak clean
+.PHONY: run test lint docs bench bench-quick slurm-test soak clean
 
 run: $(VENV)/examples.stamp
 	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
@@ -33,8 +33,11 @@ lint: $(VENV)/test.stamp
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-bench: $(VENV)/docs.stamp
+bench: $(VENV)/test.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m benchmarks
+
+bench-quick: $(VENV)/test.stamp $(VENV)/docs.stamp
+	$(BIN)/python -m benchmarks --quick
 
 clean:
 	rm -rf $(VENV) docs/_build build *.egg-info
