@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -157,14 +158,18 @@ class _Watchdog:
         self._thread.start()
 
     def _watch(self) -> None:
+        first, deadline = 0, None
         while not self._closed.is_set():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._reader], [], [], left)[0]:
+                end(first)
             for signum in os.read(self._reader, 64):
                 if signum == signal.SIGUSR1:
                     debug.report("SIGUSR1")
                 if signum == signal.SIGUSR2:  # another thread takes it where the main one blocks it
                     signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
-                if signum in self._signums and not self._closed.wait(self._grace):
-                    end(signum)
+                if signum in self._signums and deadline is None:
+                    first, deadline = signum, time.monotonic() + self._grace
 
     def close(self) -> None:
         if (current := signal.set_wakeup_fd(self._previous)) not in (self._writer, -1):

@@ -48,10 +48,11 @@ def test_a_timeout_shows_where_everybody_is():
     flags = ("--nproc-per-node", "2", "--pause", "0.01", "--events", events, *timeout, "--debug")
     with Program(*TRAINING, *flags, raw=True) as program:
         assert program.code() == 1
-        (waiting,) = lines(program, 0, "a wait failed")
-        assert waiting.startswith("epoch 0, step 3, last hook on_backward; last exchange: the grad")
-        (stuck,) = lines(program, 1, "SIGUSR1")
-        assert stuck.startswith("epoch 0, step 3, last hook on_sample")
+        waiting, stuck = lines(program, 0, "a wait failed"), lines(program, 1, "SIGUSR1")
+        assert len(waiting) == len(stuck) == 1, program.text()
+        place = "epoch 0, step 3, last hook on_backward; last exchange: the gradients"
+        assert waiting[0].startswith(place)
+        assert stuck[0].startswith("epoch 0, step 3, last hook on_sample")
         assert f"Rank 1 on {HOST} did not answer" in program.said()
 
 
