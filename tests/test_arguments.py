@@ -356,3 +356,8 @@ def test_a_script_with_its_own_parser():
     options = parser.parse_args(["--epochs", "3", "--nproc-per-node", "2", "--seed", "9"])
     found = make_plan(merge(read_options(options), {}), {}, 0)
     assert (found.world_size, found.seed) == (2, 9)
+
+
+def test_a_count_that_is_no_number_is_shown_as_it_was_given():
+    with pytest.raises(ValueError, match="--nproc-per-node: 'two' is neither a number nor gpu"):
+        read_flags(["--nproc-per-node", "two"])

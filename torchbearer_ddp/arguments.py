@@ -176,7 +176,9 @@ def _add_slurm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _count_or_gpu(text: str) -> int | str:
-    return text if text == "gpu" else int(text)
+    if text == "gpu" or text.lstrip("-").isdigit():
+        return text if text == "gpu" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor gpu")
 
 
 class _Parser(argparse.ArgumentParser):
