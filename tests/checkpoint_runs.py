@@ -57,7 +57,11 @@ def network() -> torch.nn.Module:
 
 
 def build(
-    *callbacks: Any, model: Any = None, workers: int = 0, steps: int | None = None, batch_size=3
+    *callbacks: Any,
+    model: Any = None,
+    workers: int = 0,
+    steps: int | None = None,
+    accumulate: int = 1,
 ) -> torchbearer.Trial:
     torch.set_num_threads(1)
     randomness.seed_all(3)
@@ -70,7 +74,12 @@ def build(
         torch.optim.Adam(model.parameters(), 0.01),
         torch.nn.CrossEntropyLoss(),
         metrics=["acc", "loss", "lr", torchbearer.metrics.to_dict(gathering)],
-        callbacks=[*data_parallel(), StepLR(1, 0.7), CosineAnnealingLR(T_max=7), *callbacks],
+        callbacks=[
+            *data_parallel(accumulate=accumulate),
+            StepLR(1, 0.7),
+            CosineAnnealingLR(T_max=7),
+            *callbacks,
+        ],
         verbose=0,
     )
     # Forked workers notice when their rank is killed; the test's fork server would hide it.
@@ -78,7 +87,7 @@ def build(
     return trial.with_generators(
         DataLoader(
             Noisy(),
-            batch_size=batch_size,
+            batch_size=3,
             shuffle=True,
             num_workers=workers,
             multiprocessing_context=context,
@@ -105,7 +114,7 @@ def outcome(trial: torchbearer.Trial) -> dict[str, Any]:
 
 def train(folder: Any = None, callbacks: Any = (), epochs: int = EPOCHS, **options: Any) -> Any:
     """Runs to the end and returns the outcome; without a folder, without checkpoints."""
-    sizes = {k: options.pop(k) for k in ("workers", "steps", "batch_size") if k in options}
+    sizes = {k: options.pop(k) for k in ("workers", "steps", "accumulate") if k in options}
     saving = [] if folder is None else [Checkpoint(folder, **options)]
     trial = build(*saving, *callbacks, **sizes)
     trial.run(epochs)

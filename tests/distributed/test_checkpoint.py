@@ -25,7 +25,6 @@ from torchbearer_ddp import (
     Checkpoint,
     CheckpointError,
     RankZeroOnly,
-    SyncGradients,
     collectives,
     signals,
 )
@@ -421,23 +420,28 @@ def test_a_stop_by_a_signal_with_the_last_step_of_an_epoch(tmp_path):
 
 @ranks(2)
 def test_a_save_waits_for_accumulated_gradients(tmp_path):
-    def run(folder, *callbacks, **options):
-        trial = build(*callbacks, *([Checkpoint(folder, **options)] if folder else []))
-        synced = next(
-            c for c in trial.state[torchbearer.CALLBACK_LIST] if isinstance(c, SyncGradients)
-        )
-        synced.__init__(accumulate=2)
-        trial.run(4)
-        return outcome(trial)
-
-    expected = run(None)
-    with pytest.raises(Stopped):
-        run(tmp_path, failing(8), every_steps=3)
-    finish_writing()
+    expected = train(accumulate=2)
+    interrupted(tmp_path, 8, accumulate=2, every_steps=3)
     collectives.barrier()
     assert "step-0000004.pt" in names(tmp_path)
     assert "step-0000003.pt" not in names(tmp_path)
-    assert_same(run(tmp_path, every_steps=3), expected)
+    assert_same(train(tmp_path, accumulate=2, every_steps=3), expected)
+
+
+def test_a_stop_by_a_signal_waits_for_accumulated_gradients(tmp_path):
+    expected = train(accumulate=3)
+
+    @on_sample
+    def stop(state):
+        if state[torchbearer.EPOCH] == 1 and state[torchbearer.BATCH] == 3:
+            signals.request(15)
+
+    train(tmp_path, [stop], accumulate=3, every_epochs=None, monitor=None)
+    signals._state = signals._State()
+    assert names(tmp_path) == {"step-0000014.pt"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert_same(train(tmp_path, accumulate=3), expected)
 
 
 @ranks(2)

@@ -182,7 +182,7 @@ class Checkpoint(OrderedCallback):
         if self._trace is not None:
             self._trace.stepped(state)
         if collectives.world_size() == 1 and signals.requested() is not None:
-            state[torchbearer.STOP_TRAINING] = True
+            state[torchbearer.STOP_TRAINING] = not _holds_gradients(state)  # with them, not before
         due = self._every_steps is not None and self._global_step % self._every_steps == 0
         if self._lookout.is_due(self._global_step):
             due = self._ask() or due
