@@ -102,4 +102,7 @@ def test_launches_in_a_row_leave_nothing_behind():
         else:
             assert launch(rank) == [0, 1]
     gc.collect()  # what a caught error held
-    assert belongings() == before
+    # There may be fewer: what earlier tests have left to the collector goes as well.
+    *counts, shared = belongings()
+    assert all(now <= then for now, then in zip(counts, before, strict=False)), (counts, before)
+    assert shared == before[-1]
