@@ -145,7 +145,10 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     # After a return to an older checkpoint the next one written is the newest, not the highest.
     run.put(PAYLOAD, ["epoch-0003.pt"], Label(run.next_serial(), 3, 30))
     assert run.newest_first()[0].name == "epoch-0003.pt"
+    # A kill right before ``latest`` moves on.
+    (tmp_path / "latest").unlink()
     assert run.read_newest()[0] == tmp_path / "epoch-0003.pt"
+    assert (tmp_path / "latest").readlink() == Path("epoch-0003.pt")
 
 
 def test_a_damaged_newest_file_is_named_and_the_one_before_is_used(tmp_path):

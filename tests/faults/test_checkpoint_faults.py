@@ -111,18 +111,20 @@ def whole_up_to(folder):
     last = max(found, default=0)
     # Without a gap: a new one comes before an old one goes.
     assert set(range(max(1, last - 2), last + 1)) <= set(found)
-    if last:
-        assert file.read(folder / "latest")["torchbearer_ddp"]["global_step"] in found
+    # It is made right after the first file, moves right after each other one, and never dangles.
+    if len(found) > 1 or (folder / "latest").is_symlink():
+        assert file.read(folder / "latest")["torchbearer_ddp"]["global_step"] in (last, last - 1)
     return last
 
 
+@pytest.mark.timeout(30 + 4 * KILLS)
 def test_no_kill_in_mid_save_costs_a_checkpoint(tmp_path):
     receiver, sender = ranks_module._context.Pipe(duplex=False)
     nursery = ranks_module._context.Process(target=kill_many, args=(tmp_path, KILLS, sender))
     nursery.start()
     sender.close()
     try:
-        assert receiver.poll(150)
+        assert receiver.poll(3 * KILLS)
         newest, left_behind = receiver.recv()
     finally:
         nursery.kill()

@@ -112,7 +112,8 @@ class Folder:
     def read_newest(self) -> tuple[Path | None, Any, list[str]]:
         """The newest whole checkpoint, its contents, and what is wrong with those after it.
 
-        ``latest`` points to it from now on: a damaged file must not be found there.
+        ``latest`` points to it from now on: not to a damaged file, and not to the one before where
+        a kill came between the two.
 
         Raises:
             CheckpointError: If there are checkpoints, and all are damaged.
@@ -125,7 +126,7 @@ class Folder:
                 problems.append(str(error))
                 self._damaged.add(path.name)
                 continue
-            if problems:
+            with contextlib.suppress(OSError):  # if nothing can be written, the first save says so
                 self._point_latest(path.name)
             return path, payload, problems
         if problems:
