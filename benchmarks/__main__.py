@@ -38,9 +38,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def measure(parts: list[str], quick: bool) -> dict[str, Any]:
-    """Runs the named parts."""
-    rounds, seconds = (2, 0.05) if quick else (9, 0.4)
+def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[str, Any]:
+    """Runs the named parts, each way taking so many turns of about so many seconds."""
+    if quick:
+        rounds, seconds = 2, 0.05
     names = ["mlp", "conv"] if quick else list(models.CASES)
     worlds = [2] if quick else [2, 4]
     found: dict[str, Any] = {"machine": machine(), "quick": quick}
@@ -64,9 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: proves that it works")
     parser.add_argument("--only", nargs="+", choices=every, default=every)
+    parser.add_argument("--rounds", type=int, default=9, help="how often each way takes its turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="about how long a turn takes")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     options = parser.parse_args()
-    found = measure(options.only, options.quick)
+    found = measure(options.only, options.quick, options.rounds, options.seconds)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(found, indent=1))
     print(report.text(found))
