@@ -163,7 +163,11 @@ def test_a_notebook_has_no_file():
     ("flags", "environment", "complaint"),
     [
         (("--nproc-per-node", "0"), {}, "--nproc-per-node is 0; it must be a whole number from 1"),
-        (("--nproc-per-node", "x"), {}, "Argument --nproc-per-node: 'x' is neither a number nor gpu"),
+        (
+            ("--nproc-per-node", "x"),
+            {},
+            "Argument --nproc-per-node: 'x' is neither a number nor gpu",
+        ),
         (("--rank", "3", "--world-size", "2", "--host", "h"), {}, "--rank is 3 but --world-size"),
         (("--launcher", "ssh"), {}, "--launcher is 'ssh'; it can be auto, inline"),
         ((), {"RANK": "0"}, "The environment has RANK=0 but not WORLD_SIZE"),
