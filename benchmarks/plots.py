@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-OURS, THEIRS, LIMIT = "#2f6f9f", "#c8793a", "#8a8a8a"
+OURS, THEIRS = "#2f6f9f", "#c8793a"
 
 
 def draw(found: dict[str, Any], folder: Path) -> None:

@@ -300,5 +300,5 @@ def versions() -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         "torchbearer_ddp": __version__,
-        "byte order": platform.machine(),
+        "the machine": platform.machine(),
     }
