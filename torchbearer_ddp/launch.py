@@ -6,10 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +30,8 @@ _WORD_SECONDS = 2.0
 #: Marks an error with how this process ends if nobody catches it. A hook that held the error would
 #: keep its traceback, and the store of the failed run in it, for as long as the process lives.
 _ENDING = "_torchbearer_ddp_ending"
+#: How much later than its cause a failure is dated that only follows from it.
+_FOLLOWS_SECONDS = 2
 
 
 def run_distributed(
@@ -162,16 +167,46 @@ def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
         if plan.world_size == 1:
             raise
         raise SystemExit(128 + signal.SIGINT) from None
+    except SystemExit as error:
+        if plan.world_size > 1 and error.code and not signals.received():
+            text = worker.explain(error, plan.first_rank)
+            sys.stderr.write(f"torchbearer_ddp: {text}\n")  # Python itself says nothing of it
+            _tell_torchrun(plan, error, text)
+        raise
     except Exception as error:
         if plan.world_size > 1:
-            _show_only_the_message(error, 1, certainly=True)
+            rank = plan.first_rank
+            _show_only_the_message(error, 1, worker.headline(error, rank), certainly=True)
+            _tell_torchrun(plan, error, worker.explain(error, rank))
         raise
     if signum := signals.received():
         raise SystemExit(128 + signum)
     return result
 
 
-def _show_only_the_message(error: Exception, exitcode: int, *, certainly: bool = False) -> None:
+def _tell_torchrun(plan: Plan, error: BaseException, text: str) -> None:
+    """Leaves the failure where torchrun looks for it, so that its summary names the first cause.
+
+    Args:
+        plan: The plan of this rank.
+        error: What this rank raised.
+        text: What happened.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if plan.launcher != "torchrun" or not path:
+        return
+    # It takes the earliest failure for the cause and counts whole seconds: what only follows from
+    # another failure must not be as early.
+    when = int(time.time()) + (_FOLLOWS_SECONDS if getattr(error, "secondary", False) else 0)
+    details = {"py_callstack": text, "timestamp": str(when)}
+    report = {"message": {"message": text, "extraInfo": details}}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps(report))
+
+
+def _show_only_the_message(
+    error: Exception, exitcode: int, text: str | None = None, *, certainly: bool = False
+) -> None:
     """If nobody catches this error, the terminal shows what the user has to know and no more.
 
     The traceback of this process would bury the cause, which is another rank's or in the flags.
@@ -179,9 +214,10 @@ def _show_only_the_message(error: Exception, exitcode: int, *, certainly: bool =
     Args:
         error: The error that is about to be raised.
         exitcode: The exit code of the process, if the error is not caught.
+        text: What to show, if not the error's own message; the traceback of a user's error follows.
         certainly: True to skip what could hang: the end of a group with pending messages.
     """
-    setattr(error, _ENDING, (exitcode, certainly))
+    setattr(error, _ENDING, (exitcode, text or str(error), certainly))
     previous = sys.excepthook
     if hasattr(previous, _ENDING):
         return
@@ -190,11 +226,11 @@ def _show_only_the_message(error: Exception, exitcode: int, *, certainly: bool =
         if not hasattr(found, _ENDING):
             previous(kind, found, trace)
             return
-        code, at_once = getattr(found, _ENDING)
-        if isinstance(found, DistributedError) or code == 2:
-            print(f"torchbearer_ddp: {found}", file=sys.stderr)
-        else:
-            previous(kind, found, trace)
+        code, shown, at_once = getattr(found, _ENDING)
+        sys.stderr.write(f"torchbearer_ddp: {shown}\n")  # one write: ranks may share a terminal
+        if not isinstance(found, DistributedError) and code != 2:
+            own = worker.users_part(trace)
+            previous(kind, found.with_traceback(own), own)
         if at_once:
             worker.exit_now(code)
         raise SystemExit(code)

@@ -153,16 +153,22 @@ def join(
     _use_device(member)
     _share_cores(member)
     randomness.seed_all(roll[0]["seed"] if member.seed is None else member.seed)
+    group = Group(
+        member, store, [entry["host"] for entry in roll], serves_store=serve, address=host
+    )
+
+    def connect_ranks() -> None:
+        _init_process_group(store, member, host)
+        group._channels()
+
     in_time(
-        lambda: _init_process_group(store, member, host),
+        connect_ranks,
         deadline,
         f"rank {member.rank} of {member.world_size} reached the store at {host}:{port} but the "
         f"ranks could not connect to each other within {member.timeout:g} s. Check that the hosts "
         "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
     )
-    hosts = [entry["host"] for entry in roll]
-    _group = Group(member, store, hosts, serves_store=serve, address=host)
-    _group._channels()
+    _group = group
 
 
 def _meet(

@@ -170,6 +170,24 @@ def run_store(base: Store, prefix: str) -> Store:
     return PrefixStore(f"torchbearer_ddp/{prefix}", base)
 
 
+def is_gone(store: Store) -> bool:
+    """True if nobody holds this store any more; asking it then prints a screenful of warnings.
+
+    Args:
+        store: A store, or a part of one.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        try:
+            socket.create_connection((store.host, store.port), _STORE_SECONDS).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # out of reach, which is not the same
+    return False
+
+
 def depart(store: Store, world_size: int, seconds: float) -> None:
     """Says that this rank leaves; whoever holds the store stays a while for the others.
 
@@ -180,8 +198,9 @@ def depart(store: Store, world_size: int, seconds: float) -> None:
     """
 
     def leave() -> None:
-        store.add("left", 1)
-        await_departures(store, world_size, seconds)
+        if not is_gone(store):
+            store.add("left", 1)
+            await_departures(store, world_size, seconds)
 
     # The store's holder may be gone already, or out of reach: fine.
     with contextlib.suppress(LaunchError):
@@ -215,8 +234,14 @@ def roll_call(
     Raises:
         LaunchError: If they do not all come, or do not fit together; the same on every rank.
     """
+    lost = (
+        f"Lost the rendezvous store while waiting for the other ranks (rank {member.rank} of "
+        f"{member.world_size}): the process that holds it has ended or is frozen, or the network "
+        "is cut. Look at its output."
+    )
     try:
-        return _exchange(store, member, deadline)
+        # At the deadline it says itself who is missing, unless the store does not answer.
+        return in_time(lambda: _exchange(store, member, deadline), deadline + _STORE_SECONDS, lost)
     except LaunchError:
         depart(store, member.world_size, ABANDON_SECONDS if serves else 0.0)
         raise
@@ -237,48 +262,39 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
         # The first verdict counts: every rank raises the same one.
         return LaunchError(store.compare_set("refused", "", message).decode())
 
-    late = (
-        f"Lost the rendezvous store while waiting for the other ranks (rank {member.rank} of "
-        f"{member.world_size}): the process that holds it has ended. Look at its output."
-    )
-    try:
-        known = {member.rank: mine}
-        if store.add(f"claim/{member.rank}", 1) > 1:
-            other = json.loads(store.get(f"here/{member.rank}"))
+    known = {member.rank: mine}
+    if store.add(f"claim/{member.rank}", 1) > 1:
+        other = json.loads(store.get(f"here/{member.rank}"))
+        raise refuse(
+            f"Two processes have rank {member.rank}: process {other['pid']} on {other['host']} "
+            f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
+        )
+    store.set(f"here/{member.rank}", json.dumps(mine))
+    announced = False
+    while not announced or store.add("ready", 0) < member.world_size:
+        if store.check(["refused"]):
+            raise refuse("")
+        for rank in range(member.world_size):
+            if rank not in known and store.check([f"here/{rank}"]):
+                known[rank] = info = json.loads(store.get(f"here/{rank}"))
+                if info["world_size"] != member.world_size:
+                    raise refuse(
+                        f"The world size differs: {member.world_size} on rank {member.rank} "
+                        f"({mine['host']}), {info['world_size']} on rank {rank} "
+                        f"({info['host']}). Give every node the same --world-size."
+                    )
+        if len(known) == member.world_size and not announced:
+            store.add("ready", 1)
+            announced = True
+            continue
+        if time.monotonic() > deadline:
+            missing = [r for r in range(member.world_size) if r not in known]
             raise refuse(
-                f"Two processes have rank {member.rank}: process {other['pid']} on {other['host']} "
-                f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
+                f"Only {len(known)} of {member.world_size} ranks arrived within "
+                f"{member.timeout:g} s; missing: {', '.join(map(str, missing)) or 'none'}. "
+                "Start them, look at their output, or give more time with --timeout."
             )
-        store.set(f"here/{member.rank}", json.dumps(mine))
-        announced = False
-        while not announced or store.add("ready", 0) < member.world_size:
-            if store.check(["refused"]):
-                raise refuse("")
-            for rank in range(member.world_size):
-                if rank not in known and store.check([f"here/{rank}"]):
-                    known[rank] = info = json.loads(store.get(f"here/{rank}"))
-                    if info["world_size"] != member.world_size:
-                        raise refuse(
-                            f"The world size differs: {member.world_size} on rank {member.rank} "
-                            f"({mine['host']}), {info['world_size']} on rank {rank} "
-                            f"({info['host']}). Give every node the same --world-size."
-                        )
-            if len(known) == member.world_size and not announced:
-                store.add("ready", 1)
-                announced = True
-                continue
-            if time.monotonic() > deadline:
-                missing = [r for r in range(member.world_size) if r not in known]
-                raise refuse(
-                    f"Only {len(known)} of {member.world_size} ranks arrived within "
-                    f"{member.timeout:g} s; missing: {', '.join(map(str, missing)) or 'none'}. "
-                    "Start them, look at their output, or give more time with --timeout."
-                )
-            time.sleep(_POLL_SECONDS)
-    except LaunchError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise LaunchError(late) from error
+        time.sleep(_POLL_SECONDS)
     return [known[rank] for rank in range(member.world_size)]
 
 

@@ -212,15 +212,13 @@ class _Attempt:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Leaves an account of the failure for whoever waits for the job, and ends this rank."""
-        if (own := error.__traceback__) and own.tb_next:
-            error = error.with_traceback(own.tb_next)  # the user's frames come after this file's
         report = worker.report_of(error)
         report.update(rank=self._rank, restart=self._restart, time=time.time())
         path = self._report_path()
         temporary = path.with_suffix(".part")
         temporary.write_text(json.dumps(report))
         temporary.replace(path)
-        _say(report["message"] or f"Rank {self._rank} on {report['host']} {report['what']}")
+        _say(worker.explain(error, self._rank))
         # The interpreter's own end could wait for ever for ranks that are gone.
         worker.exit_now(report["exitcode"])
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from torchbearer_ddp import debug
 from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
 from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
-from torchbearer_ddp.rendezvous import in_time
+from torchbearer_ddp.rendezvous import in_time, is_gone
 
 #: How long a wait goes on before it looks around; short against any timeout, long against a step.
 POLL_SECONDS = 1.0
@@ -63,11 +63,20 @@ class Wait:
             debug.report("a wait failed")
             if not isinstance(error, LaunchError):
                 raise
-            raise PeerLost(
-                f"{self._me()} lost the store while waiting for {self._activity}: the process that "
-                "holds it (the launcher, or rank 0) has ended, or the network is cut. Look at its "
-                "output for the cause."
-            ) from error
+            raise self._lost_store(ended=error.__cause__ is not None) from error
+
+    def _lost_store(self, *, ended: bool) -> PeerLost:
+        holder, waiter = self._names([0]), f"rank {self._group.member.rank}"
+        return PeerLost(
+            f"Rank {holder} has ended, or the launcher there: the store that it held is gone "
+            f"while {waiter} waited for {self._activity}. Look at its output for the cause."
+            if ended
+            else f"Rank {holder} did not answer within {self.timeout:g} s: it, or the launcher "
+            f"there, holds the store that {waiter} needs while it waits for {self._activity}. It "
+            "is frozen, or the network is cut: look at its output.",
+            rank=0,
+            host=self._group.hosts[0],
+        )
 
     def _look_around(self) -> None:
         self._post()
@@ -98,13 +107,15 @@ class Wait:
         except DistributedError as known:
             if not isinstance(known, LaunchError):
                 return known
+            if self._group.member.rank != 0:
+                silent = [0]  # it, or the launcher there, held the store
         if lost is not None:
             silent = [lost]
-        suspects = f" No word from rank {self._names(silent)}." if silent else ""
+        suspects = f"rank {self._names(silent)}" if silent else "another rank"
         return PeerLost(
-            f"{self._me()} lost contact with another rank during {self._activity}.{suspects} It "
-            "was killed, its host is down, or the network is cut; look at that rank's output. "
-            f"(The transport said: {str(error).splitlines()[0][:200]})",
+            f"No word from {suspects} any more: it was killed, its host is down, or the network is "
+            f"cut. Look at that rank's output. ({self._me()} lost contact during {self._activity}; "
+            f"the transport said: {str(error).splitlines()[0][:200]})",
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
         )
@@ -124,6 +135,8 @@ class Wait:
     # The board.
 
     def _post(self) -> None:
+        if is_gone(self._group.store):
+            raise ConnectionResetError
         entry = {"sequence": self._sequence, "activity": self._activity}
         self._group.store.set(f"board/{self._group.member.rank}", json.dumps(entry))
 
@@ -165,9 +178,12 @@ class Wait:
         store = self._group.store
         if store.check(["failure"]):
             failure = json.loads(store.get("failure"))
+            mark = f"(Rank {self._group.member.rank} only stopped with it.)"
+            # On its own host the rank itself shows the traceback, and once is enough.
+            trace = failure["trace"] if failure["host"] != socket.gethostname() else ""
             raise PeerLost(
-                f"Rank {failure['rank']} on {failure['host']} {failure['what']}\n\n"
-                f"(Rank {self._group.member.rank} only stopped with it.)",
+                f"Rank {failure['rank']} on {failure['host']} {failure['what']} {mark}"
+                + (f"\n\n{trace}" if trace else ""),
                 rank=failure["rank"],
                 host=failure["host"],
             )
@@ -201,27 +217,34 @@ def wait_for(work: Any, wait: Wait) -> None:
         wait.poll()
 
 
-def report_failure(group: Group, error: BaseException, text: str) -> None:
+def report_failure(group: Group, error: BaseException, what: str, trace: str) -> None:
     """Leaves this rank's failure in the store, where the others find why their waits broke.
 
     Args:
         group: The group this rank belongs to.
         error: What this rank raised.
-        text: What happened, in words that follow the rank's name.
+        what: What happened, in words that follow the rank's name.
+        trace: The traceback.
     """
     if isinstance(error, DistributedError) and error.secondary:
         return
-    leave_word(group.store, group.member.rank, text)
+    leave_word(group.store, group.member.rank, what, trace)
 
 
-def leave_word(store: Store, rank: int, text: str) -> None:
+def leave_word(store: Store, rank: int, what: str, trace: str = "") -> None:
     """Says in the store why a rank of this host failed; the first word there counts.
 
     Args:
         store: The run's part of the store.
         rank: The rank that failed.
-        text: What happened, in words that follow the rank's name; its traceback, if it has one.
+        what: What happened, in words that follow the rank's name.
+        trace: Its traceback, if it has one.
     """
-    report = {"rank": rank, "host": socket.gethostname(), "what": text}
-    with contextlib.suppress(RuntimeError, OSError):  # the store may have gone first
-        store.compare_set("failure", "", json.dumps(report))
+    report = {"rank": rank, "host": socket.gethostname(), "what": what, "trace": trace}
+
+    def leave() -> None:
+        if not is_gone(store):
+            store.compare_set("failure", "", json.dumps(report))
+
+    with contextlib.suppress(LaunchError):  # the store may have gone first, or be out of reach
+        in_time(leave, time.monotonic() + _STORE_SECONDS, "the store does not answer")

@@ -12,13 +12,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NoReturn
 
 import cloudpickle
 
 from torchbearer_ddp import debug, process_group, signals, waiting
 from torchbearer_ddp.arguments import Plan
-from torchbearer_ddp.errors import LaunchError, WorkerError
+from torchbearer_ddp.errors import DistributedError, LaunchError, WorkerError
 
 _running = threading.local()
 #: How long exit handlers and buffers of a failed rank may take.
@@ -68,7 +69,7 @@ def run_rank(
                     raise
                 # Without destroy_process_group, which could hang and hide the cause.
                 if group := process_group.current():
-                    waiting.report_failure(group, error, _what(error))
+                    waiting.report_failure(group, error, _head(error), _trace(error))
                 process_group.abandon()
                 raise
             process_group.leave()
@@ -169,19 +170,61 @@ def report_of(error: BaseException) -> dict[str, Any]:
     }
 
 
+def headline(error: BaseException, rank: int) -> str:
+    """What happened to a rank, in the words to begin with.
+
+    Args:
+        error: What it raised.
+        rank: The rank.
+    """
+    if isinstance(error, DistributedError):
+        return str(error)
+    return f"Rank {rank} on {socket.gethostname()} {_head(error)}"
+
+
+def explain(error: BaseException, rank: int) -> str:
+    """What happened to a rank, with its traceback if that says more.
+
+    Args:
+        error: What it raised.
+        rank: The rank.
+    """
+    report = report_of(error)
+    return str(report["message"] or f"Rank {rank} on {report['host']} {report['what']}")
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The frames from the user's function on: the launch layer's own help nobody.
+
+    Args:
+        trace: The frames of an error that a worker raised.
+    """
+    frames = trace
+    while frames and frames.tb_frame.f_code is not run_rank.__code__:
+        frames = frames.tb_next
+    return (frames and frames.tb_next) or trace
+
+
 def _what(error: BaseException) -> str:
+    """What happened to this rank, in words that follow its name, and its traceback."""
+    return "\n\n".join(filter(None, (_head(error), _trace(error))))
+
+
+def _head(error: BaseException) -> str:
     """What happened to this rank, in words that follow its name."""
     if signum := _told_to_stop(error):
         return f"was told to stop ({signal.Signals(signum).name})."
     if isinstance(error, SystemExit):
-        head = f"called sys.exit({error.code!r})"
-    else:
-        head = f"raised {''.join(traceback.format_exception_only(error)).strip()}"
-    frames = error.__traceback__
-    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next  # the launch layer's own: the user's begin after them
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return f"{head}\n\n{text.rstrip()}"
+        return f"called sys.exit({error.code!r})"
+    return f"raised {''.join(traceback.format_exception_only(error)).strip()}"
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback, from the user's function on."""
+    if _told_to_stop(error):
+        return ""
+    frames = users_part(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
 def _told_to_stop(error: BaseException) -> int | None:

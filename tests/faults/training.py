@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -53,6 +54,14 @@ def _kill(state: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _exit(state: Any) -> None:
+    sys.exit(3)
+
+
+def _vanish(state: Any) -> None:
+    os._exit(1)
+
+
 def _stop(state: Any) -> None:
     state[torchbearer.STOP_TRAINING] = True
 
@@ -85,6 +94,8 @@ def _exhaust(state: Any) -> None:
 _EVENTS = {
     "raise": _raise,
     "kill": _kill,
+    "exit": _exit,
+    "_exit": _vanish,
     "stop": _stop,
     "nan": _nan,
     "slow": _slow,
