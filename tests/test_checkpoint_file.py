@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import pickle
 import resource
@@ -17,6 +18,7 @@ import torch
 from torchbearer_ddp.checkpoints import file, folder
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.checkpoints.folder import Folder
+from torchbearer_ddp.checkpoints.follower import Follower
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
 from torchbearer_ddp.errors import CheckpointError
 
@@ -138,6 +140,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     for epoch in (1, 2, 3, 4):
         names = [folder.epoch_name(epoch)] + (["best-val_loss.pt"] if epoch == 2 else [])
         run.put(PAYLOAD, names, Label(run.next_serial(), epoch, 10 * epoch))
+        run.remove_old()
         assert (tmp_path / "latest").readlink() == Path(folder.epoch_name(epoch))
     found = {p.name for p in tmp_path.glob("*.pt")}
     assert found == {"epoch-0003.pt", "epoch-0004.pt", "best-val_loss.pt"}
@@ -165,6 +168,7 @@ def test_a_damaged_newest_file_is_named_and_the_one_before_is_used(tmp_path):
     assert (tmp_path / "latest").resolve() == path
     # The damaged one does not count among those kept: the whole one before it stays.
     run.put({"epoch": 4}, ["epoch-0004.pt"], Label(4, 4, 4))
+    run.remove_old()
     assert (tmp_path / "epoch-0002.pt").exists()
     path.write_bytes(b"")
     (tmp_path / "epoch-0004.pt").write_bytes(b"")
@@ -187,6 +191,7 @@ def test_temporary_files_of_a_killed_run_are_swept_and_nothing_else(tmp_path):
     run.open()
     run.put(PAYLOAD, ["epoch-0001.pt"], Label(1, 1, 1))
     run.put(PAYLOAD, ["epoch-0002.pt"], Label(2, 2, 2))
+    run.remove_old()
     expected = {".lock", "epoch-0002.pt", "latest", "notes.txt", "other.pt"}
     assert names(tmp_path) == expected
 
@@ -246,3 +251,54 @@ def test_the_writer_keeps_an_error_until_it_is_taken():
     assert not writer.busy
     assert str(writer.take_error()) == "full"
     assert writer.take_error() is None
+
+
+def test_a_forked_child_does_not_wait_for_its_parent_s_writing():
+    writer, gate = Writer(), threading.Event()
+    writer.start(lambda: gate.wait(10) and None)
+    child = os.fork()
+    if not child:
+        finish_writing()
+        os._exit(0)
+    try:
+        # Should the child wait, it does so for ever: the time limit of the test says so.
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        gate.set()
+        finish_writing()
+
+
+def test_a_process_does_not_end_before_its_file_stands(tmp_path):
+    script = """if True:
+        import sys, threading
+        from pathlib import Path
+        import torch
+        from torchbearer_ddp.checkpoints.file import Label
+        from torchbearer_ddp.checkpoints.folder import Folder
+        from torchbearer_ddp.checkpoints.writer import Writer
+
+        run, writer = Folder(Path(sys.argv[1])), Writer()
+        run.open()
+        script_is_over = threading.Event()
+        threading._register_atexit(script_is_over.set)
+
+        def job():
+            script_is_over.wait(30)
+            run.put({"x": torch.ones(2**20)}, ["epoch-0001.pt"], Label(1, 1, 1))
+
+        writer.start(job)
+    """
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    subprocess.run(command, timeout=60, check=True)
+    assert torch.equal(file.read(tmp_path / "epoch-0001.pt")["x"], torch.ones(2**20))
+
+
+def test_a_file_that_shrinks_under_the_writer_is_an_error(tmp_path):
+    with (tmp_path / "file").open("wb+") as target:
+        target.write(b"0123456789")
+        target.flush()
+        with pytest.raises(OSError, match="became shorter"), Follower(target.fileno()) as follower:
+            follower.follow(11, to_the_end=True)
+        with Follower(target.fileno()) as follower:
+            follower.follow(10, to_the_end=True)
+    assert follower.digest.digest() == hashlib.sha256(b"0123456789").digest()

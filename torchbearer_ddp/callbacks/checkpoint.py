@@ -317,7 +317,7 @@ class Checkpoint(OrderedCallback):
             ]
             label = file.Label(self._serial, payload[SECTION]["epochs"], self._global_step)
             self._serial += 1
-            self._writer.start(lambda: self._folder.put(payload, names, label))
+            self._writer.start(lambda: self._write(payload, names, label))
         self._saved_step = self._global_step
         self._is_due = False
         self._lookout.begin(self._global_step, writing=self._background)
@@ -325,6 +325,13 @@ class Checkpoint(OrderedCallback):
             if collectives.is_rank_zero():
                 self._writer.wait()
             self._raise_write_error()
+            if collectives.is_rank_zero():  # nobody need wait for that
+                self._writer.start(self._folder.remove_old)
+
+    def _write(self, payload: dict[str, Any], names: list[str], label: file.Label) -> None:
+        self._folder.put(payload, names, label)
+        if self._background:
+            self._folder.remove_old()  # only now: the new one stands
 
     def _describe(self, state: Any, *, mid_epoch: bool) -> dict[str, Any]:
         epochs = len(state[torchbearer.HISTORY])

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from torchbearer_ddp.checkpoints.follower import Follower
 from torchbearer_ddp.errors import CheckpointError
 
 #: Temporary files begin like this, so that those of a killed run can be found and swept.
@@ -78,7 +79,7 @@ def write(path: Path, payload: Any, label: Label, mode: int = 0o600) -> None:
 def open_private(path: Path, mode: int) -> Iterator[BinaryIO]:
     """A new file, never readable by more than the mode says, whatever the umask is."""
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         os.fchmod(descriptor, mode)
         yield file
@@ -94,42 +95,51 @@ def sync_folder(folder: Path) -> None:
 
 
 def _write_archive(file: BinaryIO, payload: Any, label: Label) -> None:
-    stream = _HashingStream(file)
-    torch.save(payload, cast(BinaryIO, stream))
-    if stream.error is not None:
-        raise stream.error
+    with Follower(file.fileno()) as follower:
+        stream = _Stream(file, follower)
+        torch.save(payload, cast(BinaryIO, stream))
+        stream.finish()
     prefix = _MARK + json.dumps(asdict(label)).encode()
-    stream.digest.update(prefix)
-    comment = prefix + stream.digest.hexdigest().encode()
+    follower.digest.update(prefix)
+    comment = prefix + follower.digest.hexdigest().encode()
     file.seek(-2, os.SEEK_END)  # the length of the comment, 0 so far, ends the archive
-    stream.write_all(memoryview(struct.pack("<H", len(comment)) + comment))
+    write_all(file, memoryview(struct.pack("<H", len(comment)) + comment))
 
 
-class _HashingStream:
-    """Hashes what it writes; an error is kept for later, as torch's writer cannot pass one on."""
+class _Stream:
+    """What torch writes to; an error is kept for later, as torch's writer cannot pass one on."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, follower: Follower) -> None:
         self._file = file
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
+        self._follower = follower
+        self._written = 0
+        self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if self.error is None:
-            self.digest.update(view)
+        if self._error is None:
             try:
-                self.write_all(view)
+                write_all(self._file, view)
             except OSError as error:
-                self.error = error
+                self._error = error
+            else:
+                self._written += len(view)
+                self._follower.follow(self._written)
         return len(view)
-
-    def write_all(self, view: memoryview) -> None:
-        """The whole of it: an unbuffered file may take less at a time."""
-        while view:
-            view = view[self._file.write(view) :]
 
     def flush(self) -> None:
         """Nothing is buffered here, but torch asks."""
+
+    def finish(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._follower.follow(self._written, to_the_end=True)
+
+
+def write_all(file: BinaryIO, view: memoryview) -> None:
+    """Writes the whole of it: an unbuffered file may take less at a time."""
+    while view:
+        view = view[file.write(view) :]
 
 
 def read_label(path: Path) -> Label | None:

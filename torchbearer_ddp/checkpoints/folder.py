@@ -142,7 +142,7 @@ class Folder:
         return 1 + max((label.serial for label in labels if label), default=0)
 
     def put(self, payload: Any, names: Sequence[str], label: Label) -> None:
-        """Writes a checkpoint under one or more names; the old ones go only when it stands.
+        """Writes a checkpoint under one or more names; it stands when this returns.
 
         Args:
             payload: Plain data and tensors.
@@ -161,13 +161,35 @@ class Folder:
                 self._point_latest(first)
             file.sync_folder(self.path)
             self._damaged.difference_update(names)
-            self._remove_old()
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoint {self.path / first} could not be written ({_reason(error)}). The "
                 "earlier checkpoints are as they were. Make room or repair the folder, then start "
                 "again: the run continues from the newest one."
             ) from error
+
+    def remove_old(self) -> None:
+        """Removes what need not be kept, apart from :meth:`put`: freeing a large file takes time.
+
+        Raises:
+            CheckpointError: If one cannot be removed.
+        """
+        if self._keep is None:
+            return
+        # A damaged file keeps nothing alive, and must not push a whole one out.
+        numbered = [
+            path
+            for path in self.newest_first()
+            if _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
+        ]
+        for path in numbered[self._keep :]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"The old checkpoint {path} could not be removed ({_reason(error)}). Repair "
+                    "the folder, then start again: the run continues from the newest one."
+                ) from error
 
     def _claim(self) -> None:
         """Takes the lock. It is the process's own: the kernel frees it, however the process ends.
@@ -223,19 +245,6 @@ class Folder:
                 target.write(f"{name}\n".encode())
                 os.fsync(target.fileno())
         temporary.replace(self.path / LATEST)
-
-    def _remove_old(self) -> None:
-        if self._keep is None:
-            return
-        # A damaged file keeps nothing alive, and must not push a whole one out.
-        numbered = [
-            path
-            for path in self.newest_first()
-            if _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
-        ]
-        for path in numbered[self._keep :]:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
 
 
 def _reason(error: OSError) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import threading
+import os
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -13,7 +14,7 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 def finish_writing() -> None:
     """Waits until every checkpoint under way stands, for those who end the process at once.
 
-    An ordinary exit waits by itself, since the threads are not daemons; ``os._exit`` does not.
+    An ordinary exit waits by itself, as executors do; ``os._exit`` does not.
     """
     for writer in list(_writers):
         writer.wait()
@@ -23,22 +24,26 @@ atexit.register(finish_writing)  # for those who run the exit handlers and then 
 
 
 class Writer:
-    """Does one job at a time in a thread of its own, and keeps its error until it is asked for."""
+    """Does one job at a time in a thread of its own, and keeps its error until it is asked for.
+
+    The thread stays for the next job: starting one costs more than copying a small model.
+    """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torchbearer_ddp-checkpoint")
+        self._job: Future[None] | None = None
+        self._process = os.getpid()
         _writers.add(self)
 
     @property
     def busy(self) -> bool:
         """True while a job is being done."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._job is not None and not self._job.done()
 
     @property
     def has_failed(self) -> bool:
         """True if a job has ended with an error that nobody has taken yet."""
-        return not self.busy and self._error is not None
+        return self._job is not None and self._job.done() and self._job.exception() is not None
 
     def start(self, job: Callable[[], None]) -> None:
         """Begins a job, once the one before has ended.
@@ -47,30 +52,17 @@ class Writer:
             job: What to do.
         """
         self.wait()
-        begun = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(job, begun), name="torchbearer_ddp-checkpoint", daemon=False
-        )
-        # The thread waits at once, so that the caller goes on without waiting for python's lock.
-        self._thread.start()
-        begun.set()
+        self._job = self._executor.submit(job)
 
     def wait(self) -> None:
         """Waits until nothing is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        # In a forked child (a worker of a DataLoader) there is no thread, and nothing to wait for.
+        if self._job is not None and os.getpid() == self._process:
+            wait([self._job])
 
-    def take_error(self) -> Exception | None:
+    def take_error(self) -> BaseException | None:
         """The error of the last job, if it has ended with one; it is handed out once."""
-        if not self.has_failed:
+        if self._job is None or not self.has_failed:
             return None
-        error, self._error = self._error, None
+        error, self._job = self._job.exception(), None
         return error
-
-    def _run(self, job: Callable[[], None], begun: threading.Event) -> None:
-        begun.wait()
-        try:
-            job()
-        except Exception as error:
-            self._error = error
