@@ -3,11 +3,13 @@
 A signal may come in the middle of a step, on one rank only. Where training looks at
 :func:`requested` each step, the handler therefore only sets a flag; the ranks agree on a step to
 stop at and save. Where nobody looks, the signal interrupts at once, as in any Python program. A
-second signal, or ``grace`` seconds after the first, the process ends for good.
+second signal ends the process, once its exit handlers are through: a checkpoint may be on its way
+to the disk. A third one, or ``grace`` seconds after the first, the process ends for good.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -32,6 +34,8 @@ class _State:
     at = 0.0
     #: True once training has asked: it will ask again, so that a signal need not interrupt.
     asked = False
+    #: True once the exit handlers have been called.
+    ending = False
 
 
 _state = _State()
@@ -122,6 +126,10 @@ def handle(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGUSR2:
             _state.requested = signum  # Slurm says why its SIGTERM came: the job is to go on later
         elif _state.requested != signal.SIGUSR2 and now - _state.at > ECHO_SECONDS:
+            if not _state.ending:
+                _state.ending, _state.at = True, now
+                with contextlib.suppress(BaseException):  # what they raise, they have shown
+                    atexit._run_exitfuncs()
             end(signum)
         # A SIGTERM after SIGUSR2 is Slurm's last word before SIGKILL: use what time is left.
         return

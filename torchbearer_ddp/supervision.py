@@ -178,6 +178,8 @@ class Supervisor:
         self._seen: list[StartedRank] = []
         self._signal: int | None = None
         self._signal_at = 0.0
+        #: Set by a second signal.
+        self._is_urgent = False
         self._kill_at: float | None = None
 
     def run(self, worker: tuple[Any, ...]) -> list[Any]:
@@ -251,7 +253,7 @@ class Supervisor:
 
     @contextmanager
     def _signals_forwarded(self) -> Iterator[None]:
-        """The ranks get the launcher's signals; a second one, or the end of grace, kills them."""
+        """The ranks get the launcher's signals; a third one, or the end of grace, kills them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -262,7 +264,12 @@ class Supervisor:
                 self._signal, self._signal_at = signum, now
                 self._end_all(signum, self._plan.grace)
             elif now - self._signal_at > ECHO_SECONDS:
-                self._kill_at = now
+                self._signal_at = now
+                if self._is_urgent:
+                    self._kill_at = now
+                self._is_urgent = True
+                for rank in self._running:
+                    rank.send(signum)
 
         def ask(signum: int, frame: Any) -> None:
             for rank in self._running:

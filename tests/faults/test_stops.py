@@ -1,11 +1,19 @@
-"""One rank wants to stop: all stop at the same step, with equal parameters."""
+"""One rank wants to stop: all stop at the same step, with equal parameters; and impatient users."""
 
+import signal
+import sys
+import time
+
+import pytest
 import torchbearer
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN, on_step_training
 
 from tests.faults.training import train
+from tests.launching.programs import Program, bound, until
 from tests.ranks import run_ranks
 from torchbearer_ddp import collectives
+from torchbearer_ddp.checkpoints import file
+from torchbearer_ddp.signals import ECHO_SECONDS
 
 
 @on_step_training
@@ -42,3 +50,49 @@ def test_an_early_stop_on_one_rank():
     (steps, parameters), other = run_ranks(stop_early, 2)
     assert 3 < steps < 10
     assert other == (steps, parameters)
+
+
+SLOW_DISK = """
+import os, sys, time
+from tests.faults.training import train
+from torchbearer_ddp import run_distributed
+
+sync, seconds = os.fsync, float(sys.argv[2])
+
+def slowly(descriptor):
+    os.write(1, b"writing\\n")
+    time.sleep(seconds)
+    sync(descriptor)
+
+def train_on_it(folder):
+    os.fsync = slowly
+    train([], 10**6, folder=folder, pause=0.01)
+
+run_distributed(train_on_it, (sys.argv[1],))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "end", "seconds", "grace"),
+    [
+        (1, "the file stands", 2, 60),
+        (1, "the end of the grace", 60, 4),
+        (2, "the file stands", 2, 60),
+        (2, "a third signal", 60, 60),
+    ],
+)
+def test_a_second_signal_while_a_checkpoint_is_written(tmp_path, ranks, end, seconds, grace):
+    flags = ("--grace", str(grace), *(("--nproc-per-node", str(ranks)) if ranks > 1 else ()))
+    command = (sys.executable, "-c", SLOW_DISK, str(tmp_path), str(seconds), *flags)
+    with Program(*command, raw=True) as program:
+        until(lambda: "writing\n" in program.output, 60)
+        for _ in range(3 if end == "a third signal" else 2):
+            program.process.send_signal(signal.SIGTERM)
+            sent = time.monotonic()
+            until(lambda sent=sent: time.monotonic() > sent + 1.1 * ECHO_SECONDS, 10)
+        started = time.monotonic()
+        assert program.code(60) == 143, program.text()
+        assert time.monotonic() - started < bound(30 if end == "the file stands" else 8)
+        assert not program.alive()
+    saved = [file.read(path) for path in tmp_path.glob("step-*.pt")]
+    assert bool(saved) == (end == "the file stands")
