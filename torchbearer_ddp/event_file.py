@@ -24,21 +24,33 @@ class EventFile:
 
     Args:
         folder: The folder, which is made where it is missing.
-        first_step: The first step that will be written. TensorBoard drops what older files in this
-            folder say about this step and later ones: a resumed run has one curve, not two.
 
     Raises:
         OSError: If the file cannot be made.
     """
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files by name, and a run may start again within a second.
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         stamp = f"{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / f"events.out.tfevents.{stamp}").open("xb", buffering=0)
+        self._path = folder / f"events.out.tfevents.{stamp}"
+        self._file = self._path.open("xb", buffering=0)
         self._size = 0
         self.write(Event(file_version="brain.Event:2"))
+
+    def begin_session(self, first_step: int) -> None:
+        """Says that a training begins, or goes on, at this step.
+
+        TensorBoard drops what was written into this folder before about this step and later ones: a
+        resumed run has one curve, not two.
+
+        Args:
+            first_step: The first step that will be written.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
         self.write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, event: Any) -> None:
@@ -54,6 +66,9 @@ class EventFile:
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         record = b"".join((length, _checksum(length), data, _checksum(data)))
+        if self._file.closed:
+            self._file = self._path.open("r+b", buffering=0)
+            self._file.seek(self._size)
         try:
             written = 0
             while written < len(record):
@@ -64,7 +79,7 @@ class EventFile:
         self._size += len(record)
 
     def close(self) -> None:
-        """Closes the file; every event is in it already."""
+        """Closes the file; every event is in it already. A later one opens it again."""
         self._file.close()
 
 

@@ -168,6 +168,40 @@ def test_evaluation_is_kept_apart_from_the_epochs(tmp_path):
     assert steps(events, "epoch/val_loss") == [STEPS]
 
 
+def test_one_trial_writes_one_file(tmp_path):
+    trial = trial_with(TensorBoard(tmp_path, batch_step_size=1))
+    before = trial.evaluate()
+    for epochs in (1, 3):
+        trial.run(epochs)
+        trial.predict(data_key=torchbearer.VALIDATION_DATA)
+        trial.evaluate()
+    assert len(event_files(tmp_path)) == 1
+    events = read(tmp_path)
+    first, *later = curve(events, "evaluate/val_loss")
+    assert first == (0, pytest.approx(before["val_loss"]))
+    assert [step for step, _ in later] == [STEPS, 3 * STEPS]
+    assert steps(events, "batch/running_loss") == list(range(1, 3 * STEPS + 1))
+    assert len(events.Tensors("trial/text_summary")) == 1
+
+
+def test_predictions_alone_write_nothing(tmp_path):
+    trial_with(TensorBoard(tmp_path)).predict(data_key=torchbearer.VALIDATION_DATA)
+    assert event_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_an_evaluation_hides_nothing_of_an_earlier_training(tmp_path, loads):
+    trained = trial_with(TensorBoard(tmp_path, batch_step_size=1))
+    trained.run(2)
+    trial = trial_with(TensorBoard(tmp_path))
+    if loads:  # by hand, without the callbacks: the history says at which step it stands
+        trial.state[torchbearer.HISTORY] = trained.state[torchbearer.HISTORY]
+    trial.evaluate()
+    events = read(tmp_path)
+    assert steps(events, "batch/running_loss") == list(range(1, 2 * STEPS + 1))
+    assert steps(events, "evaluate/val_loss") == [2 * STEPS if loads else 0]
+
+
 def test_nested_metrics_have_a_curve_each_and_what_is_no_number_is_named_once(tmp_path):
     logged = TensorBoard(tmp_path, batch_step_size=1, write_graph=False)
 

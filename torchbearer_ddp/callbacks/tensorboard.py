@@ -6,7 +6,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         - :attr:`torchbearer.state.MODEL`: The model whose graph is written
         - :attr:`torchbearer.state.HISTORY`: The steps of epochs that this callback has not seen
         - :attr:`torchbearer.state.SELF`: The Trial to describe
+        - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Tells ``predict`` from ``evaluate``
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._step = 0
         self._training = False
         self._file: EventFile | None = None
+        self._in_session = False
         self._failed = False
         self._unwritten: set[str] = set()
         self._speed = _Speed()
@@ -118,9 +120,12 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._training = True
         # Where nobody kept this callback's state, the epochs done are still known.
         self._step = self._step or _steps_of(state[torchbearer.HISTORY])
-        if collectives.is_rank_zero():
-            self._close()
-            self._open()
+        if collectives.is_rank_zero() and not self._in_session:
+            # The points at this very step are the last ones that a run before was sure of; or this
+            # callback's own, of an evaluation.
+            first = self._step + 1 if self._step or self._file is not None else 0
+            self._in_session = True
+            self._try(lambda file: file.begin_session(first))
             if self._write_summary:
                 text = "\n".join(f"    {line}" for line in str(state[torchbearer.SELF]).split("\n"))
                 self._write(Event(step=self._step, summary=summary.text("trial", text)))
@@ -149,19 +154,27 @@ class TensorBoard(Callback):  # type: ignore[misc]
     def on_end_epoch(self, state: Any) -> None:
         """The epoch's metrics are final here, those of the validation among them.
 
-        ``evaluate`` ends with this hook, too: its results are kept apart from the epochs'.
+        ``evaluate`` ends with this hook, too: its results are kept apart from the epochs'. So does
+        ``predict``, from which nobody expects a curve.
         """
+        if torchbearer.FINAL_PREDICTIONS in state:
+            return
         if self._write_epoch_metrics and collectives.is_rank_zero():
             kind = "epoch" if self._training else "evaluate"
+            self._step = self._step or _steps_of(state[torchbearer.HISTORY])
             metrics = state[torchbearer.METRICS].items()
             # Running metrics preview the final ones, on this rank's data: the steps showed them.
             final = {name: value for name, value in metrics if not name.startswith("running_")}
             self._add(_tagged(kind, final))
 
     def on_end(self, state: Any) -> None:
-        """Gives the file back; everything is in it already."""
+        """Gives the file back; everything is in it already.
+
+        An evaluation or a run that follows goes on in it: one Trial, one file.
+        """
         self._training = False
-        self._close()
+        if self._file is not None:
+            self._file.close()
 
     def _add(self, values: dict[str, Any]) -> None:
         found: list[Any] = []
@@ -198,20 +211,15 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._write(Event(tagged_run_metadata=profile))
 
     def _write(self, event: Any) -> None:
-        if self._file is None:
-            self._open()
-        if self._file is not None:
-            try:
-                self._file.write(event)
-            except OSError as error:
-                self._give_up(error)
+        self._try(lambda file: file.write(event))
 
-    def _open(self) -> None:
+    def _try(self, action: Callable[[EventFile], None]) -> None:
+        """Does something to the file, which is made for its first event."""
         if self._failed:
             return
         try:
-            # The points at this very step are the last ones that the run before was sure of.
-            self._file = EventFile(self.log_dir, first_step=self._step + 1 if self._step else 0)
+            self._file = self._file or EventFile(self.log_dir)
+            action(self._file)
         except OSError as error:
             self._give_up(error)
 
@@ -229,6 +237,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._in_session = False
 
 
 class _Speed:
