@@ -236,6 +236,21 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     assert other().returncode == 0
 
 
+def test_a_run_that_is_being_ended_is_waited_for(tmp_path):
+    script = (
+        "import os, sys, time; from pathlib import Path; from torchbearer_ddp.checkpoints.folder "
+        "import Folder; Folder(Path(sys.argv[1])).open(); os.write(1, b'.'); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout.read(1) == b"."
+        end = threading.Timer(0.3, other.kill)  # it ends while this run waits
+        end.start()
+        run = Folder(tmp_path)
+        run.open()
+        run.close()
+
+
 def test_the_writer_keeps_an_error_until_it_is_taken():
     writer, gate = Writer(), threading.Event()
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from torchbearer_ddp.errors import CheckpointError
 
 LATEST = "latest"
 _LOCK = ".lock"
+#: How long a run that was killed may take to let go of the lock.
+_LET_GO_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+_HELD = (errno.EACCES, errno.EAGAIN)
 _NUMBERED = re.compile(r"(epoch|step)-\d+\.pt")
 _BEST = re.compile(r"best-.+\.pt")
 #: The locks this process holds. They belong to the process, so a second Trial in it may go on.
@@ -203,11 +208,11 @@ class Folder:
             key / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode | 0o600
         )
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError as error:
             holder = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            if error.errno in _HELD:
                 raise CheckpointError(
                     f"Another run ({holder or 'unknown'}) is writing checkpoints into {self.path}. "
                     "Wait for it to end, or give this run a folder of its own."
@@ -245,6 +250,23 @@ class Folder:
                 target.write(f"{name}\n".encode())
                 os.fsync(target.fileno())
         temporary.replace(self.path / LATEST)
+
+
+def _lock(descriptor: int) -> None:
+    """Takes the lock, now or when a run that is on its way out has let go of it.
+
+    After a SIGKILL to the launcher the kernel ends the ranks, but who starts again at once may come
+    before that: a process that waits for the disk ends only then.
+    """
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in _HELD or time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def _reason(error: OSError) -> str:
