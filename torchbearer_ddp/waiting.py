@@ -28,6 +28,7 @@ from torchbearer_ddp.rendezvous import in_time, is_gone
 POLL_SECONDS = 1.0
 #: How long the cause of a broken connection may take to appear in the store.
 _CAUSE_SECONDS = 1.5
+_CAUSE_POLL_SECONDS = 0.1
 #: How long the store may take to answer; torch would wait for ever where the network is cut.
 _STORE_SECONDS = 2.0
 
@@ -124,12 +125,14 @@ class Wait:
         """Raises the cause as soon as it is known, else returns the ranks that gave no word."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         silent: list[int] = []
-        self._post()
         while time.monotonic() < deadline:
+            # First of all: a process that dies closes its connections one by one, and if it held
+            # the store, that one is not to be asked any more.
+            time.sleep(_CAUSE_POLL_SECONDS)
+            self._post()
             self._raise_verdict()
             posts = self._posts()
             silent = [r for r in range(self._group.member.world_size) if r not in posts]
-            time.sleep(0.05)
         return silent
 
     # The board.

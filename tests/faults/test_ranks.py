@@ -125,7 +125,7 @@ def test_a_rank_fails(launcher, event, on, transport):
         if launcher == "torchrun":
             root = run.text().partition("Root Cause (first observed failure):")[2]
             assert f"rank      : {on} (local_rank: {on})" in root
-            assert f"exitcode  : {CODES[event]} " in root
+            assert (WORDS[event] if spoke else f"exitcode  : {CODES[event]} ") in root
 
 
 @pytest.mark.parametrize(
