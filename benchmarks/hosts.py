@@ -59,7 +59,13 @@ def _both(both: list[Host], per_host: int, rounds: int, seconds: float) -> dict[
             "--nproc-per-node", str(per_host), "--host", both[0].address, "--port", str(PORT),
         ]  # fmt: skip
         # The namespaces are one machine: without this its ranks would share memory across them.
-        env = {**os.environ, "TORCHBEARER_DDP_HOST_ID": host.name}
+        # And each would take all the cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // (len(both) * per_host))
+        env = {
+            **os.environ,
+            "TORCHBEARER_DDP_HOST_ID": host.name,
+            "OMP_NUM_THREADS": str(threads),
+        }
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=1800)[0] for process in started]
     if any(process.returncode for process in started):

@@ -8,6 +8,8 @@ from benchmarks import measure, models, steps
 from torchbearer_ddp import run_distributed
 
 TRANSPORTS = ["gloo", "shm"]
+#: Parameters over all ranks, beyond which every way's own copies do not fit an ordinary machine.
+MOST_PARAMETERS = 200_000_000
 
 
 def run(names: list[str], worlds: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
@@ -40,8 +42,9 @@ def scaling(
     """Step time against the number of parameters and of ranks."""
     tables = []
     for world in worlds:
+        fit = [size for size in sizes if size * world <= MOST_PARAMETERS]
         found = run_distributed(
-            _measure_sizes, (sizes, rounds, seconds), nproc_per_node=world, launcher="spawn"
+            _measure_sizes, (fit, rounds, seconds), nproc_per_node=world, launcher="spawn"
         )[0]
         tables += [{"ranks": world, **each} for each in found]
     return tables

@@ -38,7 +38,7 @@ def _trial(way: str, case: Case) -> steps.Steps:
     trial.with_train_generator(DataLoader(TensorDataset(*case.batch()), batch_size=32))
 
     def run(count: int) -> float:
-        trial.for_train_steps(count)
+        trial.for_train_steps(count + steps.Clock.WARM_UP)
         trial.state[torchbearer.HISTORY].clear()
         trial.run(1)
         return clock.seconds

@@ -76,7 +76,7 @@ def in_a_trial(way: str, case: Case) -> Steps:
         state[torchbearer.X], state[torchbearer.Y_TRUE] = x, y
 
     def run(steps: int) -> float:
-        trial.with_loader(load).for_train_steps(steps)
+        trial.with_loader(load).for_train_steps(steps + Clock.WARM_UP)
         trial.state[torchbearer.HISTORY].clear()
         trial.run(1)
         return clock.seconds
@@ -85,15 +85,21 @@ def in_a_trial(way: str, case: Case) -> Steps:
 
 
 class Clock(Callback):
-    """Times the steps of an epoch, without what a run does before and after them."""
+    """Times the steps of an epoch, without what a run does before and after them.
 
+    The first steps are not counted: in them buckets are made, once in a run, which here is a few
+    steps long and elsewhere hours.
+    """
+
+    WARM_UP = 2
     seconds = 0.0
 
-    def on_start_training(self, state: Any) -> None:
-        self._started = time.perf_counter()
-
     def on_step_training(self, state: Any) -> None:
-        self.seconds = time.perf_counter() - self._started
+        now = time.perf_counter()
+        if state[torchbearer.BATCH] + 1 == self.WARM_UP:
+            self._started = now
+        elif state[torchbearer.BATCH] >= self.WARM_UP:
+            self.seconds = now - self._started
 
 
 def _prepare(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
@@ -112,7 +118,8 @@ def _averaging(way: str, model: nn.Module) -> tuple[Callable[[], None], Callable
     group = process_group.current()
     if group is None:
         return _nothing, _nothing
-    reducer = Reducer(group, list(model.parameters()), set(), Options(**_options(way)))
+    in_order = list(model.parameters())[::-1]  # as their gradients appear
+    reducer = Reducer(group, in_order, set(), Options(**_options(way)))
 
     def average() -> None:
         reducer.reduce(Note(0))

@@ -43,11 +43,11 @@ def sum_repeatedly(group, transport, bucket, repeats):
     weight = 1 / group.member.world_size
     wait = Wait(group, "a bucket")
     bucket.fill_(1.0)
-    transport.start(bucket, wait, weight)
+    transport.start(bucket, weight)
     transport.finish(bucket, wait)
     started = time.perf_counter()
     for _ in range(repeats):
-        transport.start(bucket, wait, weight)
+        transport.start(bucket, weight)
         transport.finish(bucket, wait)
     return (time.perf_counter() - started) / repeats
 

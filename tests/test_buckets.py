@@ -49,9 +49,9 @@ def test_one_dtype_a_bucket_and_the_header_where_it_is_exact():
     assert only_half[-1].numel == 0
 
 
-def test_buckets_are_closed_at_their_size_and_filled_from_the_last_parameter():
+def test_buckets_are_closed_at_their_size_and_filled_in_order():
     made = laid_out([torch.ones(100) for _ in range(6)], bucket_bytes=800)
-    assert [b.indices for b in made] == [[5, 4], [3, 2], [1, 0]]
+    assert [b.indices for b in made] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_no_parameters_leave_only_the_header():

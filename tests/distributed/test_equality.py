@@ -1,14 +1,18 @@
 """N ranks end where one process ends: same parameters, same metrics, same predictions."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 
+from tests.distributed.test_gradients import TRANSPORTS
 from tests.ranks import run_ranks
 from torchbearer_ddp import collectives
 from torchbearer_ddp.callbacks.parallel import data_parallel
+from torchbearer_ddp.reducer import hosts
 
 STEPS = 50
 GLOBAL_BATCH = 16
@@ -61,9 +65,15 @@ def test_ranks_end_where_one_process_ends(world_size, optimizer_name):
         assert result["predicted"].shape == (103, 4)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_ends_there(transport):
+    world_size, layout = TRANSPORTS[transport]
+
+    def on_a_rank():
+        os.environ[hosts.HOST_ID_VARIABLE] = layout[collectives.rank()]
+        return train_and_predict("momentum", transport)
+
     alone = train_and_predict("momentum")
-    for result in run_ranks(train_and_predict, 2, ("momentum", transport)):
+    for result in run_ranks(on_a_rank, world_size):
         for mine, one in zip(result["parameters"], alone["parameters"], strict=True):
             assert (mine - one).abs().max() <= 1e-6

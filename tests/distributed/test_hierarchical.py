@@ -60,10 +60,10 @@ def test_several_buckets_in_flight_have_the_same_bits_everywhere():
     generator = torch.Generator().manual_seed(collectives.rank())
     for step in range(50):
         waits = [waiting(f"bucket {i}") for i in range(len(buckets))]
-        for bucket, wait in zip(buckets, waits, strict=True):
+        for bucket in buckets:
             bucket.normal_(generator=generator)
             bucket[-2:] = step
-            transport.start(bucket, wait, 0.25)
+            transport.start(bucket, 0.25)
         for bucket, wait in zip(buckets, waits, strict=True):
             transport.finish(bucket, wait)
             assert bucket[-2:].tolist() == [4.0 * step] * 2
@@ -82,10 +82,10 @@ def test_half_precision_between_hosts_with_an_exact_header(compress):
         buckets = [transport.allocate(n, torch.float32, CPU, header=3) for n in sizes]
         for step in range(30):
             waits = [waiting(f"bucket {i}") for i in range(len(buckets))]
-            for bucket, wait in zip(buckets, waits, strict=True):
+            for bucket in buckets:
                 bucket.fill_(1.001 + collectives.rank())
                 bucket[-3:] = 40001.0 + step
-                transport.start(bucket, wait, 0.25)
+                transport.start(bucket, 0.25)
             for bucket, wait in zip(buckets, waits, strict=True):
                 transport.finish(bucket, wait)
                 assert bucket[-3:].tolist() == [4 * (40001.0 + step)] * 3

@@ -37,7 +37,7 @@ def waiting(what="the gradients"):
 
 def add_up(transport, bucket, weight=1.0):
     wait = waiting()
-    transport.start(bucket, wait, weight)
+    transport.start(bucket, weight)
     transport.finish(bucket, wait)
 
 
@@ -107,9 +107,9 @@ def test_many_rounds_of_several_buckets_in_flight_give_the_same_bits_everywhere(
     sums = [torch.zeros(n) for n in sizes]
     for _ in range(200):
         waits = [waiting(f"bucket {i}") for i in range(len(buckets))]
-        for bucket, wait in zip(buckets, waits, strict=True):
+        for bucket in buckets:
             bucket.normal_(generator=generator)
-            transport.start(bucket, wait, 1 / 3)
+            transport.start(bucket, 1 / 3)
         for bucket, wait, total in zip(buckets, waits, sums, strict=True):
             transport.finish(bucket, wait)
             total.mul_(0.9).add_(bucket)

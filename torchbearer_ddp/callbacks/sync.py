@@ -17,6 +17,7 @@ from torchbearer_ddp.callbacks.ordering import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.metrics import batch_size
 from torchbearer_ddp.reducer.header import Answer, Note
+from torchbearer_ddp.reducer.order import GradientOrder
 from torchbearer_ddp.reducer.reducer import Options, Reducer, Timing
 from torchbearer_ddp.reducer.sums import HALVES
 
@@ -145,8 +146,8 @@ class SyncGradients(OrderedCallback):
     Args:
         weighted: Average by batch size instead of equally, for batches that differ between ranks.
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
-        bucket_mb: The size of a bucket in MiB; None for what suits the transport (4 in shared
-            memory, else 25).
+        bucket_mb: The size of a bucket in MiB; None for what suits the transport (16 in shared
+            memory, 25 for NCCL, else 4).
         compress: ``'bf16'`` or ``'fp16'``: numbers travel between hosts in half precision, half the
             bytes. They are still added in single precision, and rounded twice on their way; what
             rounding takes away is not carried over to the next step (no error feedback). Ranks of
@@ -193,6 +194,8 @@ class SyncGradients(OrderedCallback):
         self._accumulation = Accumulation(accumulate)
         self._reducer: Reducer | None = None
         self._trained: list[tuple[str, torch.nn.Parameter]] = []
+        self._noted: GradientOrder | None = None
+        self._order: list[int] = []
         self._frozen: list[bool] = []
         self._asked = False
         self._ran_backward = False
@@ -227,16 +230,21 @@ class SyncGradients(OrderedCallback):
             if _kinds(trained) != _kinds(self._trained):
                 self._close()
                 self._trained = trained
+                self._order = []
 
     def on_criterion(self, state: Any) -> None:
         """Right before backward: from here on a full bucket may travel while backward runs."""
         self._accumulation.restore()
+        if self._trained and not self._order and self._noted is None:
+            self._noted = GradientOrder([parameter for _, parameter in self._trained])
         if self._reducer is not None and not self._accumulation.goes_on(state):
             self._reducer.begin(batch_size(state))
 
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and nobody has used them yet."""
         self._ran_backward = True
+        if self._noted is not None:
+            self._order, self._noted = self._noted.close(), None
         if self._accumulation.hold(state):
             return
         group = process_group.current()
@@ -303,16 +311,18 @@ class SyncGradients(OrderedCallback):
     def _new_reducer(self, group: process_group.Group, state: Any) -> Reducer:
         self._close()
         model = state[torchbearer.MODEL]
-        trained = [(n, p) for n, p in self._trained if p.requires_grad]
         collectives.agree(
-            {"the trained parameters": [name for name, _ in trained]},
+            {"the trained parameters": [n for n, p in self._trained if p.requires_grad]},
             "the gradients to exchange",
             "Freeze and unfreeze the same parameters on every rank at the same step.",
         )
+        order = self._order or [*reversed(range(len(self._trained)))]
+        order = collectives.broadcast(order, "the order of the gradients")
+        in_order = [self._trained[index][1] for index in order]
         wrapped = isinstance(model, DistributedDataParallel)
         reducer = Reducer(
             group,
-            [] if wrapped else [parameter for _, parameter in trained],
+            [] if wrapped else [parameter for parameter in in_order if parameter.requires_grad],
             _sparse_parameters(model),
             self._options,
         )

@@ -36,10 +36,10 @@ class Bucket:
 
 
 def plan(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Deals the parameters out to buckets, last ones first: the order in which gradients appear.
+    """Deals the parameters out to buckets.
 
     Args:
-        parameters: What is to be exchanged.
+        parameters: What is to be exchanged, in the order in which the gradients appear.
         bucket_bytes: A bucket is closed once it holds this much.
 
     Returns:
@@ -47,8 +47,7 @@ def plan(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[Bucket]:
     """
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
-    for index in reversed(range(len(parameters))):
-        parameter = parameters[index]
+    for index, parameter in enumerate(parameters):
         kind = (parameter.dtype, parameter.device)
         bucket = open_buckets.get(kind)
         if bucket is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from torchbearer_ddp.process_group import Group
@@ -10,7 +12,7 @@ from torchbearer_ddp.waiting import Wait
 
 
 class CollectiveTransport:
-    """One asynchronous sum per bucket, over all ranks.
+    """Asynchronous sums of each bucket's pieces, over all ranks.
 
     Args:
         group: The group of all ranks.
@@ -19,35 +21,64 @@ class CollectiveTransport:
     """
 
     overlaps = True
-    bucket_bytes = 25 * 2**20
 
     def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
         self.name = name
+        # NCCL is slow to start and fast to run; gloo the other way round, and the sooner a full
+        # bucket is on its way, the less is left to wait for after backward.
+        self.bucket_bytes = (25 if name == "nccl" else 4) * 2**20
         self._group = group
         self._compress = compress
-        self._sums: dict[int, tuple[sums.Sum, torch.Tensor]] = {}
+        self._pieces: dict[int, list[_Piece]] = {}
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
     ) -> torch.Tensor:
         """Ordinary memory."""
         bucket = torch.zeros(numel, dtype=dtype, device=device)
-        way = sums.make(self._group.gradients, bucket, header, self._compress)
-        self._sums[id(bucket)] = (way, bucket[: numel - header])
+        body = numel - header
+        step = sums.piece_numel(dtype) if device.type == "cpu" else max(1, body)
+        ends = [*range(step, body, step), numel]  # the header travels with the last numbers
+        self._pieces[id(bucket)] = [
+            _Piece(
+                bucket[begin : min(end, body)],
+                sums.make(
+                    self._group.gradients, bucket[begin:end], max(0, end - body), self._compress
+                ),
+            )
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
         return bucket
 
-    def start(self, bucket: torch.Tensor, wait: Wait, weight: float = 1.0) -> None:
+    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
         """Weights the bucket and hands it to the backend's own threads or stream."""
-        del wait
-        way, body = self._sums[id(bucket)]
-        if weight != 1.0:
-            body.mul_(weight)
-        way.start()
+        for piece in self._pieces[id(bucket)]:
+            if weight != 1.0:
+                piece.body.mul_(weight)
+            for way in piece.ways:
+                way.start()
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
         """Waits for the backend."""
-        self._sums[id(bucket)][0].finish(wait)
+        ways = [way for piece in self._pieces[id(bucket)] for way in piece.ways]
+        for way in ways:
+            way.turn(wait)
+        for way in ways:
+            way.finish(wait)
 
     def close(self) -> None:
         """Lets go of the buckets."""
-        self._sums.clear()
+        self._pieces.clear()
+
+
+@dataclass
+class _Piece:
+    """What travels at once.
+
+    Args:
+        body: Its numbers without the header, which has no weight.
+        ways: How it travels.
+    """
+
+    body: torch.Tensor
+    ways: list[sums.Sum]

@@ -39,22 +39,33 @@ class HierarchicalExchange(Exchange):
         compress: str | None,
     ) -> None:
         super().__init__(hood, numel, dtype, header)
-        self._between: sums.Sum | None = None
-        if self._slice.numel():  # a small bucket has no slice for some ranks
-            self._between = sums.make(channel, self._slice, self._slice_header, compress)
+        self._ways = [
+            sums.make(channel, piece.whole[0], piece.header[0].numel(), compress)
+            for piece in self._pieces
+        ]
+
+    def _piece_numel(self, dtype: torch.dtype) -> int:
+        return sums.piece_numel(dtype)
 
     def _sum(self) -> None:
-        """Sums this host's slice and puts it on the wire."""
-        self._add_slice(hand_out=False)
-        if self._between is not None:
-            self._between.start()
+        """Sums this host's slice, putting each piece on the wire as soon as it is ready."""
+        weights = self._hood.weights(self._stamps, self._round)
+        for piece, ways in zip(self._pieces, self._ways, strict=True):
+            piece.add(weights)
+            for way in ways:
+                way.start()
         self._summed = True
 
     def complete(self, wait: Wait) -> None:
         """Waits for the other hosts, then for the other slices."""
-        if self._between is not None:
-            self._between.finish(wait)
-        self._hand_out()
+        for ways in self._ways:
+            for way in ways:
+                way.turn(wait)
+        for piece, ways in zip(self._pieces, self._ways, strict=True):
+            for way in ways:
+                way.finish(wait)
+            piece.hand_out()
+        self._hood.departures.post()
         self._departures.complete(wait)
 
 
@@ -73,7 +84,8 @@ class HierarchicalTransport(SharedMemoryTransport):
 
     name = "hierarchical"
     overlaps = True
-    bucket_bytes = 25 * 2**20
+    #: The sooner a full bucket is on its way, the less is left to wait for after backward.
+    bucket_bytes = 4 * 2**20
 
     def __init__(
         self,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchbearer_ddp.reducer.buckets import Bucket
-from torchbearer_ddp.waiting import Wait
 
 Send = Callable[[Bucket], None]
 
@@ -31,37 +30,34 @@ class Overlap:
         self._sent = 0
         self._again = False
         self._send: Send | None = None
-        self._wait: Wait | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
             if self._bucket_of[index] < len(buckets) - 1
         ]
 
-    def arm(self, send: Send, wait: Wait) -> None:
+    def arm(self, send: Send) -> None:
         """Begins to count.
 
         Args:
             send: Copies a bucket's gradients in and starts it.
-            wait: The wait that the exchange belongs to.
         """
         self._missing = [len(bucket.indices) for bucket in self._buckets]
         self._seen.clear()
         self._sent = 0
         self._again = False
-        self._send, self._wait = send, wait
+        self._send = send
 
-    def disarm(self) -> tuple[int, Wait | None, bool]:
+    def disarm(self) -> tuple[int, bool]:
         """Stops counting.
 
         Returns:
-            How many buckets were sent, the wait they belong to (None if this was not armed), and
-            whether a gradient has changed since it was sent.
+            How many buckets were sent, and whether a gradient has changed since it was sent.
         """
         if self._send is None:
-            return 0, None, False
+            return 0, False
         self._send = None
-        return self._sent, self._wait, self._again
+        return self._sent, self._again
 
     def close(self) -> None:
         """Takes the hooks away."""

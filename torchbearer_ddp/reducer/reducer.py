@@ -58,7 +58,7 @@ class Reducer:
 
     Args:
         group: The group of all ranks.
-        parameters: What is trained, the same on every rank.
+        parameters: What is trained, the same on every rank, in the order of their gradients.
         sparse: The parameters (by identity) whose gradients are sparse.
         options: How to exchange them.
     """
@@ -117,14 +117,13 @@ class Reducer:
             return
         if any(parameter.grad is not None for parameter in self._dense):
             return  # it would be added to in place, perhaps while it is sent
-        wait = Wait(self._group, self._activity())
         weight = self._weight(batch_size)
 
         def send(bucket: layout.Bucket) -> None:
             self._fill(bucket)
-            self._transport.start(bucket.flat, wait, weight)
+            self._transport.start(bucket.flat, weight)
 
-        self._overlap.arm(send, wait)
+        self._overlap.arm(send)
 
     def reduce(self, note: Note) -> Answer:
         """Replaces every gradient by its average over all ranks.
@@ -140,16 +139,13 @@ class Reducer:
         """
         started = time.perf_counter()
         note.step, note.seconds = self._step, started - self._since
-        sent, wait, note.again = (
-            self._overlap.disarm() if self._overlap is not None else (0, None, False)
-        )
-        wait = wait or Wait(self._group, self._activity())
+        sent, note.again = self._overlap.disarm() if self._overlap is not None else (0, False)
         used = [parameter.grad is not None for parameter in self._dense]
-        answer = self._exchange(note, used, wait, sent)
+        answer = self._exchange(note, used, self._activity(), sent)
         if answer.again:
             # Backward ran more than once, so what was sent on the way was not the whole.
             self._stop_overlap()
-            answer = self._exchange(note, used, Wait(self._group, f"{self._activity()}, again"))
+            answer = self._exchange(note, used, f"{self._activity()}, again")
         self._hand_out(answer, used)
         if self._sparse:
             self._reduce_sparse(note, answer)
@@ -181,13 +177,15 @@ class Reducer:
         if places:
             torch._foreach_copy_(places, sources)
 
-    def _exchange(self, note: Note, used: list[bool], wait: Wait, sent: int = 0) -> Answer:
+    def _exchange(self, note: Note, used: list[bool], activity: str, sent: int = 0) -> Answer:
+        # Only now: what is sent during backward is no wait, and a rank may yet turn elsewhere.
+        wait = Wait(self._group, activity)
         self._header.write(note, None if all(used) else used)
         weight = self._weight(note.batch_size)
         for bucket in self._buckets[sent:]:
             # One by one: the first is on its way while the next is filled.
             self._fill(bucket)
-            self._transport.start(bucket.flat, wait, weight)
+            self._transport.start(bucket.flat, weight)
         for bucket in self._buckets:
             self._transport.finish(bucket.flat, wait)
         answer = self._header.read()

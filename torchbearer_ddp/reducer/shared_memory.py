@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -123,15 +124,7 @@ class Exchange:
         self._hood = hood
         self._stamps = [segment.place(p, 0, _Stamp) for p in range(hood.size)]
         begin, end = _slice(numel, dtype.itemsize, hood.me, hood.size)
-        body = min(max(begin, numel - header), end)
-        self._slice, self._slice_header = parts[0][begin:end], end - body
-        step = max(1, CACHE_BYTES // (hood.size * dtype.itemsize))
-        #: By chunk of this rank's slice: the same numbers' places in every rank's part, and
-        #: whether they belong to the header.
-        self._chunks = [
-            *((chunk, False) for chunk in _chunks(parts, begin, body, step)),
-            *((chunk, True) for chunk in _chunks(parts, body, end, step)),
-        ]
+        self._pieces = _pieces(parts, begin, end, numel - header, self._piece_numel(dtype))
         self._arrivals = Meeting(hood.arrivals)
         self._departures = Meeting(hood.departures)
         self._round = 0
@@ -164,49 +157,71 @@ class Exchange:
         self.join(wait)
         self._departures.complete(wait)
 
+    def _piece_numel(self, dtype: torch.dtype) -> int:
+        """How much is summed at a time."""
+        return max(1, CACHE_BYTES // (self._hood.size * dtype.itemsize))
+
     def _sum(self) -> None:
-        self._add_slice(hand_out=True)
+        """Sums this rank's slice and gives it to all."""
+        weights = self._hood.weights(self._stamps, self._round)
+        for piece in self._pieces:
+            piece.add(weights)
+            piece.hand_out()
         self._hood.departures.post()
         self._summed = True
 
-    def _add_slice(self, *, hand_out: bool) -> None:
-        """Sums this rank's slice into the first rank's part, and copies it to the others' parts."""
-        weights = self._hood.weights(self._stamps, self._round)
-        plain = all(weight == 1.0 for weight in weights)
-        for chunk, is_header in self._chunks:
-            if plain or is_header:
-                _add(chunk)
-            else:
-                _add_weighted(chunk, weights)
-            if hand_out:
-                _copy(chunk)
 
-    def _hand_out(self) -> None:
-        """Copies this rank's slice to the others' parts, and says so."""
-        for chunk, _ in self._chunks:
-            _copy(chunk)
-        self._hood.departures.post()
+@dataclass
+class Piece:
+    """What is summed at a time: the same numbers in every rank's part.
+
+    Args:
+        whole: All of it, by rank.
+        body: Without the header, which has no weight.
+        header: The header alone.
+    """
+
+    whole: list[torch.Tensor]
+    body: list[torch.Tensor]
+    header: list[torch.Tensor]
+
+    def add(self, weights: list[float]) -> None:
+        """The weighted sum, in rank order, in the place of the first."""
+        if all(weight == 1.0 for weight in weights):
+            _add(self.whole)
+            return
+        total = self.body[0].mul_(weights[0])
+        for each, weight in zip(self.body[1:], weights[1:], strict=True):
+            total.add_(each, alpha=weight)
+        if self.header[0].numel():
+            _add(self.header)
+
+    def hand_out(self) -> None:
+        """Gives every rank what the first has."""
+        for each in self.whole[1:]:
+            each.copy_(self.whole[0])
 
 
-def _add(chunk: list[torch.Tensor]) -> None:
-    """The sum, in rank order, in the place of the first."""
-    total = chunk[0]
-    for each in chunk[1:]:
+def _add(tensors: list[torch.Tensor]) -> None:
+    total = tensors[0]
+    for each in tensors[1:]:
         total.add_(each)
 
 
-def _add_weighted(chunk: list[torch.Tensor], weights: list[float]) -> None:
-    """The weighted sum, in rank order, in the place of the first."""
-    total = chunk[0].mul_(weights[0])
-    for each, weight in zip(chunk[1:], weights[1:], strict=True):
-        total.add_(each, alpha=weight)
-
-
-def _copy(chunk: list[torch.Tensor]) -> None:
-    """Gives every rank what the first has."""
-    total = chunk[0]
-    for each in chunk[1:]:
-        each.copy_(total)
+def _pieces(parts: list[torch.Tensor], begin: int, end: int, header: int, step: int) -> list[Piece]:
+    """Cuts a slice of every part into pieces; the last one carries what it has of the header."""
+    body = min(max(begin, header), end)
+    if begin == end:
+        return []
+    ends = [*range(begin + step, body, step), end]
+    return [
+        Piece(
+            [part[first:last] for part in parts],
+            [part[first : min(last, body)] for part in parts],
+            [part[min(last, body) : last] for part in parts],
+        )
+        for first, last in zip([begin, *ends], ends, strict=False)
+    ]
 
 
 def _slice(numel: int, itemsize: int, index: int, count: int) -> tuple[int, int]:
@@ -214,10 +229,6 @@ def _slice(numel: int, itemsize: int, index: int, count: int) -> tuple[int, int]
     line = max(1, LINE_BYTES // itemsize)
     step = -(-numel // (count * line)) * line
     return min(numel, index * step), min(numel, (index + 1) * step)
-
-
-def _chunks(parts: list[torch.Tensor], begin: int, end: int, step: int) -> list[list[torch.Tensor]]:
-    return [[part[at : min(at + step, end)] for part in parts] for at in range(begin, end, step)]
 
 
 class SharedMemoryTransport:
@@ -233,8 +244,8 @@ class SharedMemoryTransport:
 
     name = "shm"
     overlaps = False
-    #: One bucket is summed while the next is filled, and both fit the cache.
-    bucket_bytes = 4 * 2**20
+    #: One bucket is summed while the next is filled; but ranks meet twice for each.
+    bucket_bytes = 16 * 2**20
 
     def __init__(self, group: Group, local: list[Process]) -> None:
         self._hood = Neighbourhood(group, local)
@@ -264,9 +275,8 @@ class SharedMemoryTransport:
     def _exchange(self, numel: int, dtype: torch.dtype, header: int) -> Exchange:
         return Exchange(self._hood, numel, dtype, header)
 
-    def start(self, bucket: torch.Tensor, wait: Wait, weight: float = 1.0) -> None:
+    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
         """Lets the others have the bucket, and sums what all have by now."""
-        del wait
         if bucket.numel():
             exchange = self._exchanges[bucket.data_ptr()]
             exchange.begin(weight)

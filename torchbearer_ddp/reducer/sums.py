@@ -1,4 +1,8 @@
-"""The sum of one tensor over the ranks of a channel: as it is, or in half precision on the wire."""
+"""The sum of tensors over the ranks of a channel: as they are, or in half precision on the wire.
+
+A bucket travels in pieces. While one is on the wire, the next is made ready and the one before is
+taken in, so the network need not wait for the processor.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,19 @@ from torchbearer_ddp.waiting import Wait, wait_for
 
 #: What travels instead of single precision, by the name that users give it.
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: What travels at once between CPUs. GPUs have streams for that, and prefer whole buckets.
+PIECE_BYTES = 2 * 2**20
 
 
 class Sum(Protocol):
-    """Sums one tensor in place, again and again."""
+    """Sums one tensor in place, again and again: start, turn and finish, in this order."""
 
     def start(self) -> None:
         """Puts this rank's numbers on the wire."""
+        ...
+
+    def turn(self, wait: Wait) -> None:
+        """Takes in what has arrived, and sends what is to be sent on."""
         ...
 
     def finish(self, wait: Wait) -> None:
@@ -25,8 +35,13 @@ class Sum(Protocol):
         ...
 
 
-def make(channel: Any, tensor: torch.Tensor, header: int, compress: str | None) -> Sum:
-    """The way in which a tensor is summed.
+def piece_numel(dtype: torch.dtype) -> int:
+    """The number of elements in a piece."""
+    return PIECE_BYTES // dtype.itemsize
+
+
+def make(channel: Any, tensor: torch.Tensor, header: int, compress: str | None) -> list[Sum]:
+    """The ways in which the parts of a tensor are summed, all at the same time.
 
     Args:
         channel: The group of torch.distributed to sum over.
@@ -34,9 +49,11 @@ def make(channel: Any, tensor: torch.Tensor, header: int, compress: str | None) 
         header: How many elements at its end must arrive exactly.
         compress: One of :data:`HALVES`, or None.
     """
-    if compress is not None and tensor.dtype == torch.float32 and tensor.numel() > header:
-        return HalfSum(channel, tensor, header, HALVES[compress])
-    return PlainSum(channel, tensor)
+    body = tensor.numel() - header
+    if compress is None or tensor.dtype != torch.float32 or not body:
+        return [PlainSum(channel, tensor)]
+    half = HalfSum(channel, tensor[:body], HALVES[compress])
+    return [half, PlainSum(channel, tensor[body:])] if header else [half]
 
 
 class PlainSum:
@@ -56,6 +73,9 @@ class PlainSum:
         """Hands the tensor to the backend's own threads or stream."""
         self._work = dist.all_reduce(self._tensor, group=self._channel, async_op=True)
 
+    def turn(self, wait: Wait) -> None:
+        """The backend does all of it."""
+
     def finish(self, wait: Wait) -> None:
         """Waits for the backend."""
         wait_for(self._work, wait)
@@ -72,49 +92,53 @@ class HalfSum:
     Args:
         channel: The group of torch.distributed to sum over.
         tensor: What is summed, in place.
-        header: How many elements at its end travel exactly.
         half: What travels.
     """
 
-    def __init__(self, channel: Any, tensor: torch.Tensor, header: int, half: torch.dtype) -> None:
+    def __init__(self, channel: Any, tensor: torch.Tensor, half: torch.dtype) -> None:
         ranks = dist.get_world_size(channel)
-        body = tensor.numel() - header
-        step = -(-body // ranks)
+        step = -(-tensor.numel() // ranks)
         self._channel = channel
-        self._body, self._header = tensor[:body], tensor[body:]
-        self._out = torch.zeros(ranks * step, dtype=half, device=tensor.device)
-        self._slices = torch.zeros(ranks, step, dtype=half, device=tensor.device)
-        # The second message: this rank's sum, and its header as the bytes that it is.
-        size = step * half.itemsize
-        self._mine = torch.zeros(size + header * 4, dtype=torch.uint8, device=tensor.device)
-        self._sum_bytes, self._header_bytes = self._mine[:size], self._mine[size:]
-        self._gathered = self._mine.new_zeros(ranks, len(self._mine))
-        self._half, self._size = half, size
+        self._tensor = tensor
+        #: First what is sent to each rank, in the end the sums of all slices.
+        self._all = torch.zeros(ranks, step, dtype=half, device=tensor.device)
+        self._slices = torch.zeros_like(self._all)
+        self._sum = torch.zeros(step, dtype=half, device=tensor.device)
         self._work: Any = None
 
     def start(self) -> None:
         """Rounds the numbers and sends each rank its slice."""
-        self._out[: len(self._body)].copy_(self._body)
+        self._numbers().copy_(self._tensor)
         self._work = dist.all_to_all_single(
-            self._slices.view(torch.uint8).view(-1),
-            self._out.view(torch.uint8),
+            _bytes(self._slices), _bytes(self._all), group=self._channel, async_op=True
+        )
+
+    def turn(self, wait: Wait) -> None:
+        """Adds up this rank's slice, and sends the sum to all."""
+        wait_for(self._work, wait)
+        first, *others = self._slices
+        total = first.float()
+        for each in others:
+            total.add_(each)
+        self._sum.copy_(total)
+        self._work = dist.all_gather(
+            [_bytes(each) for each in self._all],
+            _bytes(self._sum),
             group=self._channel,
             async_op=True,
         )
 
     def finish(self, wait: Wait) -> None:
-        """Adds up this rank's slice, and exchanges the sums."""
-        wait_for(self._work, wait)
-        total = self._slices.float().sum(0).to(self._half)
-        self._sum_bytes.copy_(total.view(torch.uint8))
-        self._header_bytes.copy_(self._header.view(torch.uint8))
-        self._work = dist.all_gather(
-            list(self._gathered), self._mine, group=self._channel, async_op=True
-        )
+        """Takes everybody's sums."""
         wait_for(self._work, wait)
         self._work = None
-        sums = self._gathered[:, : self._size].contiguous().view(self._half).view(-1)
-        self._body.copy_(sums[: len(self._body)])
-        if self._header.numel():
-            headers = self._gathered[:, self._size :].contiguous().view(torch.float32)
-            torch.sum(headers, 0, out=self._header)
+        self._tensor.copy_(self._numbers())
+
+    def _numbers(self) -> torch.Tensor:
+        """Those of the tensor: the last slice may be longer than what is left for it."""
+        return self._all.view(-1)[: self._tensor.numel()]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Not every backend knows every half precision, but all of them know bytes."""
+    return tensor.view(-1).view(torch.uint8)

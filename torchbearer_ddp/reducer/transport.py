@@ -36,12 +36,11 @@ class Transport(Protocol):
         """
         ...
 
-    def start(self, bucket: torch.Tensor, wait: Wait, weight: float = 1.0) -> None:
+    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
         """Begins to sum a whole bucket; returns at once where the transport can.
 
         Args:
             bucket: What :meth:`allocate` gave.
-            wait: The wait for this bucket.
             weight: What this rank's numbers, but not its header, are multiplied by in the sum. Each
                 rank may have its own; 1/world size makes the sum a mean. It costs nothing here,
                 where the numbers pass through the core's cache anyway.
