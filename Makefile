@@ -1,6 +1,7 @@
 # make run       train the example on two local processes
 # make test      every test that this machine can run
-# make soak      the long fault tests: 200 random scripts of events, 200 kills, 20 launches in a row
+# make soak      the long fault tests: 200 random scripts of events, 200 kills, 20 launches in a row,
+#                every failing rank on every transport
 # make lint      ruff and mypy
 # make docs      the documentation, in docs/_build/html
 # make bench     the benchmarks against torch's DistributedDataParallel
@@ -23,7 +24,8 @@ slurm-test: $(VENV)/test.stamp
 
 soak: $(VENV)/test.stamp
 	TORCHBEARER_DDP_SOAK=200 TORCHBEARER_DDP_LAUNCHES=20 TORCHBEARER_DDP_KILLS=200 \
-		$(BIN)/python -m pytest --timeout 3600 tests/faults/test_soak.py tests/faults/test_checkpoint_faults.py
+		$(BIN)/python -m pytest --timeout 3600 tests/faults/test_soak.py tests/faults/test_checkpoint_faults.py \
+		tests/faults/test_ranks.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 python -m benchmarks            # everything, about twenty minutes
 python -m benchmarks --quick    # a look at whether it works, under two minutes
+python -m benchmarks --out docs/benchmarks    # what the documentation shows
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import hosts, launching, models, one_host, plots, report, single
+from benchmarks import hosts, launching, models, one_host, page, plots, report, single
 from torchbearer_ddp import __version__
 
 
@@ -70,11 +71,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     options = parser.parse_args()
     found = measure(options.only, options.quick, options.rounds, options.seconds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(found, indent=1))
     print(report.text(found))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / "figures.rst").write_text(page.text(found))
     plots.draw(found, options.out)
-    print(f"\nwritten: {options.out}/results.json and the plots beside it")
+    print(f"\nwritten: {options.out}/results.json, the plots and the page's figures beside it")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ source = (root / "torchbearer_ddp" / "__init__.py").read_text()
 release = version = re.search(r'^__version__ = "(.+)"', source, re.MULTILINE)[1]
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "benchmarks"]
 
 # torchbearer's own section: what a callback reads from and writes to the state.
 napoleon_custom_sections = ["State Requirements"]

@@ -37,7 +37,10 @@ class CollectiveTransport:
         """Ordinary memory."""
         bucket = torch.zeros(numel, dtype=dtype, device=device)
         body = numel - header
-        step = sums.piece_numel(dtype) if device.type == "cpu" else max(1, body)
+        # Rounding takes the processor's time, and in pieces the network need not wait for it. Gloo
+        # alone is better off with the whole, and NCCL has streams of its own.
+        in_pieces = self._compress is not None and device.type == "cpu"
+        step = sums.piece_numel(dtype) if in_pieces else max(1, body)
         ends = [*range(step, body, step), numel]  # the header travels with the last numbers
         self._pieces[id(bucket)] = [
             _Piece(

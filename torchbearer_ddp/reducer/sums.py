@@ -1,7 +1,7 @@
 """The sum of tensors over the ranks of a channel: as they are, or in half precision on the wire.
 
-A bucket travels in pieces. While one is on the wire, the next is made ready and the one before is
-taken in, so the network need not wait for the processor.
+Where the processor has work to do on what travels, it travels in pieces: while one is on the wire,
+the next is made ready and the one before is taken in, so the network need not wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchbearer_ddp.waiting import Wait, wait_for
 
 #: What travels instead of single precision, by the name that users give it.
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: What travels at once between CPUs. GPUs have streams for that, and prefer whole buckets.
+#: What travels at once.
 PIECE_BYTES = 2 * 2**20
 
 

@@ -1,0 +1,113 @@
+"""The figures of the documentation's Benchmarks page, written from a run's results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.steps import LOCAL
+
+_SHM, _GLOO = "ours, shm", "ours, gloo"
+
+
+def text(found: dict[str, Any]) -> str:
+    """All figures as reStructuredText, to be included."""
+    parts = [_machine(found["machine"])]
+    if "one host" in found:
+        parts += [_heading("One host"), _picture("speedup.svg", _SPEEDUP), _models(found)]
+    if "scaling" in found:
+        parts += [_heading("More parameters, more ranks"), _picture("scaling.svg", _SCALING)]
+        parts.append(_scaling(found["scaling"]))
+    if "two hosts" in found:
+        parts += [_heading("Two hosts"), *map(_hosts, found["two hosts"])]
+    parts += [_heading("The rest"), *_rest(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+_SPEEDUP = "Bars: steps of ours with shared memory in the time of one step with DDP's best setting."
+_SCALING = "Curves: milliseconds a step against the number of parameters, for ours and for DDP."
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    return (
+        f"Measured on {machine['cores']} cores of an {machine['processor']}, with Python "
+        f"{machine['python']}, torch {machine['torch']} and one thread a rank. Four and eight "
+        "ranks share these cores, and so do the two hosts."
+    )
+
+
+def _models(found: dict[str, Any]) -> str:
+    rows = []
+    for table in found["one host"]:
+        times = {each["way"]: each["milliseconds"] for each in table["results"]}
+        best = times[_SHM] * table["ratios"][_SHM]
+        rows.append(
+            [
+                table["model"],
+                table["ranks"],
+                table["in a"],
+                f"{best:.1f}",
+                f"{times[_SHM]:.1f}",
+                f"{times[LOCAL]:.1f}",
+                *(f"**{table['ratios'][_SHM]:.2f}**", f"{table['ratios'][_GLOO]:.2f}"),
+            ]
+        )
+    header = ["Model", "Ranks", "In a", "Best DDP, ms", "Ours, ms", "No exchange, ms"]
+    return _table([*header, "DDP / shared memory", "DDP / gloo"], rows)
+
+
+def _scaling(tables: list[dict[str, Any]]) -> str:
+    ranks = sorted({table["ranks"] for table in tables})
+    ratios = {(t["parameters"], t["ranks"]): t["ratios"]["ours, auto"] for t in tables}
+    rows = [
+        [f"{size:,}", *(f"{ratios[size, n]:.2f}" if (size, n) in ratios else "" for n in ranks)]
+        for size in sorted({size for size, _ in ratios})
+    ]
+    return "DDP / ours:\n\n" + _table(["Parameters", *(f"{n} ranks" for n in ranks)], rows)
+
+
+def _hosts(table: dict[str, Any]) -> str:
+    crossing = table["bytes sent by a host, per byte of gradient"]
+    rows = [
+        [
+            each["way"],
+            f"{each['milliseconds']:.0f}",
+            f"{table['ratios'][each['way']]:.2f}" if each["way"] in table["ratios"] else "",
+            f"{crossing[each['way']]:.2f}",
+        ]
+        for each in table["results"]
+    ]
+    ranks = "1 rank" if table["ranks a host"] == 1 else f"{table['ranks a host']} ranks"
+    return (
+        f"{table['model']}, {ranks} on each of two hosts, {table['link']}/s; the least that a host "
+        f"can send is {table['limit']:.2f} bytes per byte of gradient in single precision:\n\n"
+        + _table(["", "ms a step", "Best DDP / this", "Bytes sent per byte of gradient"], rows)
+    )
+
+
+def _rest(found: dict[str, Any]) -> Iterable[str]:
+    if "single process" in found:
+        ratio = found["single process"]["ratio"]
+        yield f"In one process ``data_parallel()`` takes {ratio:.3f} of the plain Trial's time."
+    if "launch" in found:
+        seconds = found["launch"]["seconds"]
+        shown = ", ".join(f"{way} {each:.1f} s" for way, each in seconds.items())
+        yield f"From the command to the end of the first step on two ranks: {shown}."
+    yield "Every time and its spread: :download:`results.json <benchmarks/results.json>`."
+
+
+def _heading(words: str) -> str:
+    return f"{words}\n{'-' * len(words)}"
+
+
+def _picture(name: str, words: str) -> str:
+    return f".. image:: benchmarks/{name}\n    :alt: {words}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [".. csv-table::", f"    :header: {_row(header)}", ""]
+    return "\n".join([*lines, *(f"    {_row(row)}" for row in rows)])
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return ", ".join(f'"{cell}"' for cell in cells)
