@@ -146,8 +146,8 @@ class SyncGradients(OrderedCallback):
     Args:
         weighted: Average by batch size instead of equally, for batches that differ between ranks.
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
-        bucket_mb: The size of a bucket in MiB; None for what suits the transport (16 in shared
-            memory, 25 for NCCL, else 4).
+        bucket_mb: The size of a bucket in MiB; None for what suits the transport (25 for NCCL, else
+            4).
         compress: ``'bf16'`` or ``'fp16'``: numbers travel between hosts in half precision, half the
             bytes. They are still added in single precision, and rounded twice on their way; what
             rounding takes away is not carried over to the next step (no error feedback). Ranks of

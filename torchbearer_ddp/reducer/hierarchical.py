@@ -84,8 +84,6 @@ class HierarchicalTransport(SharedMemoryTransport):
 
     name = "hierarchical"
     overlaps = True
-    #: The sooner a full bucket is on its way, the less is left to wait for after backward.
-    bucket_bytes = 4 * 2**20
 
     def __init__(
         self,

@@ -244,8 +244,8 @@ class SharedMemoryTransport:
 
     name = "shm"
     overlaps = False
-    #: One bucket is summed while the next is filled; but ranks meet twice for each.
-    bucket_bytes = 16 * 2**20
+    #: One bucket is summed while the next is filled, and both fit the cache.
+    bucket_bytes = 4 * 2**20
 
     def __init__(self, group: Group, local: list[Process]) -> None:
         self._hood = Neighbourhood(group, local)
