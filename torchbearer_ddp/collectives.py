@@ -7,7 +7,7 @@ Trial with this package's callbacks runs unchanged in a plain process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -208,6 +208,24 @@ def raise_together(error: BaseException | None, name: str) -> None:
         raised = kind(f"Rank {other}: {found[1]}")
         raised.secondary = True
         raise raised
+
+
+def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
+    """What an action gives on rank zero, the only one to do it; if it fails there, all raise.
+
+    Args:
+        action: Gives plain data.
+        name: What it gives, the same on every rank.
+    """
+    result: Any = None
+    error: Exception | None = None
+    if is_rank_zero():
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    raise_together(error, f"reading {name}")
+    return broadcast(result, name)  # type: ignore[no-any-return]
 
 
 def agree(values: dict[str, Any], what: str, remedy: str) -> None:

@@ -1,7 +1,5 @@
 """N ranks end where one process ends: same parameters, same metrics, same predictions."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -9,10 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 
 from tests.distributed.test_gradients import TRANSPORTS
+from tests.distributed.test_hierarchical import play_hosts
 from tests.ranks import run_ranks
 from torchbearer_ddp import collectives
 from torchbearer_ddp.callbacks.parallel import data_parallel
-from torchbearer_ddp.reducer import hosts
 
 STEPS = 50
 GLOBAL_BATCH = 16
@@ -70,7 +68,7 @@ def test_every_transport_ends_there(transport):
     world_size, layout = TRANSPORTS[transport]
 
     def on_a_rank():
-        os.environ[hosts.HOST_ID_VARIABLE] = layout[collectives.rank()]
+        play_hosts(layout)
         return train_and_predict("momentum", transport)
 
     alone = train_and_predict("momentum")

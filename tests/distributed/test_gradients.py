@@ -1,7 +1,6 @@
 """SyncGradients: the average on every rank, for every kind of parameter, and one stop for all."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from torchbearer.callbacks import (
     on_step_training,
 )
 
+from tests.distributed.test_hierarchical import play_hosts
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import collectives
 from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.reducer import hosts
 
 #: By transport the number of ranks it takes, and the hosts that one machine plays for them.
 TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
@@ -30,7 +29,7 @@ def on_every_transport(body):
     """Runs a test on the ranks of each transport; its callbacks use that one and no other."""
 
     def on_a_rank(transport, layout):
-        os.environ[hosts.HOST_ID_VARIABLE] = layout[collectives.rank()]
+        play_hosts(layout)
         Transport.chosen = transport
         body()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torchbearer
 
@@ -22,8 +22,6 @@ from torchbearer_ddp.checkpoints.lookout import Answer, Lookout
 from torchbearer_ddp.checkpoints.plain import Copier
 from torchbearer_ddp.checkpoints.resumption import Resumption, data_plan
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
-
-_T = TypeVar("_T")
 
 
 class Checkpoint(OrderedCallback):
@@ -150,10 +148,10 @@ class Checkpoint(OrderedCallback):
         if not self._running:
             return
         if self._opened:  # another run of the same trial: it goes on with what it has
-            _from_rank_zero(self._open)
+            collectives.from_rank_zero(self._open, "a checkpoint")
         else:
             self._opened = True
-            path, payload = _from_rank_zero(self._find)
+            path, payload = collectives.from_rank_zero(self._find, "a checkpoint")
             if payload is not None:
                 self._resumption = Resumption(path, payload)
                 self._resumption.start(state)
@@ -255,7 +253,9 @@ class Checkpoint(OrderedCallback):
         Raises:
             CheckpointError: If it cannot be read, needs ``trust``, or is of another model.
         """
-        payload = _from_rank_zero(lambda: finding.read_any(Path(path), trust=trust))
+        payload = collectives.from_rank_zero(
+            lambda: finding.read_any(Path(path), trust=trust), "a checkpoint"
+        )
         contents.restore(trial.state, payload)
         if "callbacks" in payload.get(SECTION, {}):
             if collectives.is_rank_zero():
@@ -367,19 +367,6 @@ class Checkpoint(OrderedCallback):
         if not state[torchbearer.STOP_TRAINING]:
             return False
         return collectives.any_rank(signals.received() is not None, "a stop by a signal")
-
-
-def _from_rank_zero(action: Callable[[], _T]) -> _T:
-    """What an action gives on rank zero; if it fails there, all ranks raise its error."""
-    result: Any = None
-    error: Exception | None = None
-    if collectives.is_rank_zero():
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-    collectives.raise_together(error, "reading a checkpoint")
-    return collectives.broadcast(result, "a checkpoint")  # type: ignore[no-any-return]
 
 
 def _require_positive(**given: float | None) -> None:

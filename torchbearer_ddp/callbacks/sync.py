@@ -230,7 +230,9 @@ class SyncGradients(OrderedCallback):
             if _kinds(trained) != _kinds(self._trained):
                 self._close()
                 self._trained = trained
-                self._order = []
+                if self._noted is not None:  # of a run that failed within its first backward
+                    self._noted.close()
+                self._noted, self._order = None, []
 
     def on_criterion(self, state: Any) -> None:
         """Right before backward: from here on a full bucket may travel while backward runs."""

@@ -103,7 +103,7 @@ def _write_archive(file: BinaryIO, payload: Any, label: Label) -> None:
     follower.digest.update(prefix)
     comment = prefix + follower.digest.hexdigest().encode()
     file.seek(-2, os.SEEK_END)  # the length of the comment, 0 so far, ends the archive
-    write_all(file, memoryview(struct.pack("<H", len(comment)) + comment))
+    _write_all(file, memoryview(struct.pack("<H", len(comment)) + comment))
 
 
 class _Stream:
@@ -119,7 +119,7 @@ class _Stream:
         view = memoryview(data).cast("B")
         if self._error is None:
             try:
-                write_all(self._file, view)
+                _write_all(self._file, view)
             except OSError as error:
                 self._error = error
             else:
@@ -136,7 +136,7 @@ class _Stream:
         self._follower.follow(self._written, to_the_end=True)
 
 
-def write_all(file: BinaryIO, view: memoryview) -> None:
+def _write_all(file: BinaryIO, view: memoryview) -> None:
     """Writes the whole of it: an unbuffered file may take less at a time."""
     while view:
         view = view[file.write(view) :]
