@@ -1,6 +1,7 @@
 """SyncGradients: the average on every rank, for every kind of parameter, and one stop for all."""
 
 import copy
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,11 +27,14 @@ TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
 
 
 def on_every_transport(body):
-    """Runs a test on the ranks of each transport; its callbacks use that one and no other."""
+    """Runs a test on the ranks of each transport; its callbacks use that one and no other.
+
+    A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
+    """
 
     def on_a_rank(transport, layout):
         play_hosts(layout)
-        Transport.chosen = transport
+        Chosen.options = {"transport": transport, "bucket_mb": 1e-4}
         body()
 
     @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -42,14 +46,14 @@ def on_every_transport(body):
     return test
 
 
-class Transport:
-    """The transport of this rank's tests."""
+class Chosen:
+    """What this rank's tests use unless they say otherwise."""
 
-    chosen = "auto"
+    options: ClassVar[dict[str, Any]] = {}
 
 
 def sync(**options):
-    return [SyncModel(), SyncGradients(**{"transport": Transport.chosen, **options})]
+    return [SyncModel(), SyncGradients(**{**Chosen.options, **options})]
 
 
 def train(model, callbacks, *, steps=3, optimizer=None, data=None, closure=None, epochs=1):
@@ -411,7 +415,24 @@ def test_a_run_can_follow_a_stopped_one():
     assert_replicas_equal(model)
 
 
-def weights_after(world_batch, callbacks, take):
+def going_backward(backward, announced=True, **zero):
+    """A closure that goes backward in its own way, after on_criterion if announced."""
+
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad(**zero)
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = nn.functional.mse_loss(
+            state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE]
+        )
+        if announced:
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        backward(state[torchbearer.LOSS], state[torchbearer.MODEL])
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    return closure
+
+
+def weights_after(world_batch, callbacks, take, closure=None):
     """Trains on a fixed stream of samples, of which ``take`` says which are this rank's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -420,6 +441,8 @@ def weights_after(world_batch, callbacks, take):
     data = torch.utils.data.TensorDataset(x[take], y[take])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trial = Trial(model, optimizer, nn.functional.mse_loss, callbacks=callbacks, verbose=0)
+    if closure:
+        trial.with_closure(closure)
     trial.with_train_generator(torch.utils.data.DataLoader(data, world_batch)).run(2)
     return flat(model)
 
@@ -427,10 +450,13 @@ def weights_after(world_batch, callbacks, take):
 @on_every_transport
 def test_accumulated_batches_step_like_one_larger_batch():
     world = collectives.world_size()
-    # On each of 2 ranks 12 batches of 4, or on each of 4 of 2: 4 steps an epoch.
-    mine = weights_after(8 // world, sync(accumulate=3), slice(collectives.rank(), None, world))
     one_process = weights_after(24, [], slice(None))
-    assert torch.allclose(mine, one_process, atol=1e-6)
+    own_way = going_backward(lambda loss, _: loss.backward(), announced=False)
+    for closure in (None, own_way):
+        # On each of 2 ranks 12 batches of 4, or on each of 4 of 2: 4 steps an epoch.
+        take = slice(collectives.rank(), None, world)
+        mine = weights_after(8 // world, sync(accumulate=3), take, closure)
+        assert torch.allclose(mine, one_process, atol=1e-6)
 
 
 def test_accumulation_in_a_single_process_and_with_a_rest():
@@ -460,39 +486,67 @@ def test_a_stop_asked_for_while_gradients_are_held():
     assert collectives.all_gather(taken, "steps taken") == [6, 6]
 
 
+def deep_weights(callbacks, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+    train(model, callbacks, steps=4, **options)
+    return flat(model)
+
+
+@on_every_transport
+def test_what_is_done_during_backward_gives_the_same_average():
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(bucket_mb=100)), atol=1e-7)
+
+
+@on_every_transport
+def test_a_closure_that_runs_backward_twice():
+    def twice(loss, _):
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+    closure = going_backward(twice)
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-6)
+
+
+@on_every_transport
+def test_gradients_that_are_zeroed_and_not_taken_away():
+    closure = going_backward(lambda loss, _: loss.backward(), set_to_none=False)
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-7)
+
+
+@on_every_transport
+def test_gradients_that_are_differentiated_again():
+    def flattened(loss, model):
+        loss.backward(create_graph=True)
+        sum(p.grad.square().sum() for p in model.parameters()).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.detach()
+
+    closure = going_backward(flattened)
+    one = deep_weights(sync(bucket_mb=100, transport="gloo"), closure=closure)
+    assert torch.allclose(deep_weights(sync(), closure=closure), one, atol=1e-6)
+    assert not torch.allclose(deep_weights(sync()), one, atol=1e-3), "the second pass was lost"
+
+
 @ranks(2)
-def test_buckets_sent_during_backward_hold_the_same_average():
-    def train_with(**options):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
-        train(model, sync(**options), steps=4)
-        return flat(model)
+def test_a_gradient_is_in_its_bucket_before_the_next_appears():
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+    gradients = SyncGradients(transport="shm", bucket_mb=1e-4)
+    placed = []
 
-    one = train_with(transport="gloo")
-    many = train_with(transport="gloo", bucket_mb=1e-4)
-    assert torch.allclose(one, many, atol=1e-7)
+    @on_criterion
+    def watch(state):
+        if gradients._reducer is not None and not placed:
+            views = gradients._reducer._views
+            model[0].weight.register_post_accumulate_grad_hook(
+                lambda _: placed.extend(
+                    any(p.grad is view for view in views) for p in model.parameters()
+                )
+            )
 
-
-@ranks(2)
-def test_a_closure_that_runs_backward_twice_while_buckets_travel():
-    def closure(state):
-        state[torchbearer.OPTIMIZER].zero_grad()
-        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
-        state[torchbearer.LOSS] = nn.functional.mse_loss(
-            state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE]
-        )
-        state[torchbearer.CALLBACK_LIST].on_criterion(state)
-        (state[torchbearer.LOSS] / 2).backward(retain_graph=True)
-        (state[torchbearer.LOSS] / 2).backward()
-        state[torchbearer.CALLBACK_LIST].on_backward(state)
-
-    def train_with(**options):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
-        train(model, sync(transport="gloo", bucket_mb=1e-4), steps=4, **options)
-        return flat(model)
-
-    assert torch.allclose(train_with(), train_with(closure=closure), atol=1e-6)
+    train(model, [SyncModel(), gradients, watch], steps=3)
+    # All but the one that appears last: the first layer's bias or its weight.
+    assert sum(placed[:14]) >= 13
 
 
 class Backwards(nn.Module):

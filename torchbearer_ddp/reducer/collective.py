@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from torchbearer_ddp.process_group import Group
@@ -21,6 +19,7 @@ class CollectiveTransport:
     """
 
     overlaps = True
+    weighs = False
 
     def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
         self.name = name
@@ -29,7 +28,7 @@ class CollectiveTransport:
         self.bucket_bytes = (25 if name == "nccl" else 4) * 2**20
         self._group = group
         self._compress = compress
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._ways: dict[int, list[sums.Sum]] = {}
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
@@ -42,46 +41,27 @@ class CollectiveTransport:
         in_pieces = self._compress is not None and device.type == "cpu"
         step = sums.piece_numel(dtype) if in_pieces else max(1, body)
         ends = [*range(step, body, step), numel]  # the header travels with the last numbers
-        self._pieces[id(bucket)] = [
-            _Piece(
-                bucket[begin : min(end, body)],
-                sums.make(
-                    self._group.gradients, bucket[begin:end], max(0, end - body), self._compress
-                ),
-            )
+        self._ways[id(bucket)] = [
+            way
             for begin, end in zip([0, *ends], ends, strict=False)
+            for way in sums.make(
+                self._group.gradients, bucket[begin:end], max(0, end - body), self._compress
+            )
         ]
         return bucket
 
     def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
-        """Weights the bucket and hands it to the backend's own threads or stream."""
-        for piece in self._pieces[id(bucket)]:
-            if weight != 1.0:
-                piece.body.mul_(weight)
-            for way in piece.ways:
-                way.start()
+        """Hands the bucket to the backend's own threads or stream."""
+        for way in self._ways[id(bucket)]:
+            way.start()
 
     def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
         """Waits for the backend."""
-        ways = [way for piece in self._pieces[id(bucket)] for way in piece.ways]
-        for way in ways:
+        for way in self._ways[id(bucket)]:
             way.turn(wait)
-        for way in ways:
+        for way in self._ways[id(bucket)]:
             way.finish(wait)
 
     def close(self) -> None:
         """Lets go of the buckets."""
-        self._pieces.clear()
-
-
-@dataclass
-class _Piece:
-    """What travels at once.
-
-    Args:
-        body: Its numbers without the header, which has no weight.
-        ways: How it travels.
-    """
-
-    body: torch.Tensor
-    ways: list[sums.Sum]
+        self._ways.clear()

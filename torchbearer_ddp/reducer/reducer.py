@@ -13,6 +13,7 @@ from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.process_group import Group
 from torchbearer_ddp.reducer import buckets as layout
 from torchbearer_ddp.reducer import choice
+from torchbearer_ddp.reducer.copies import EarlyCopies
 from torchbearer_ddp.reducer.header import Answer, Header, Note, in_step
 from torchbearer_ddp.reducer.overlap import Overlap
 from torchbearer_ddp.waiting import Wait
@@ -90,6 +91,9 @@ class Reducer:
         self._header = layout.header_of(self._buckets, group.member.rank, world)
         self._views = layout.views(self._buckets, len(self._dense))
         self._overlap = Overlap(self._dense, self._buckets) if self._transport.overlaps else None
+        # What fits one bucket is still in the cache after backward, and a hook has its price too.
+        early = not self._transport.overlaps and len(self._buckets) > 1
+        self._copies = EarlyCopies(self._dense, self._views) if early else None
         self._step = 0
         self._since = time.perf_counter()
         self.timing = Timing(0.0, 0.0, 0.0)
@@ -100,6 +104,8 @@ class Reducer:
             if parameter.grad is view:
                 parameter.grad = view.clone()
         self._stop_overlap()
+        if self._copies is not None:
+            self._copies.close()
         self._transport.close()
 
     def _stop_overlap(self) -> None:
@@ -108,22 +114,20 @@ class Reducer:
             self._overlap = None
 
     def begin(self, batch_size: int) -> None:
-        """Announces a backward pass: from here on a full bucket is sent while backward still runs.
+        """Announces a backward pass: from here on gradients are copied or sent as they appear.
 
         Args:
             batch_size: The number of samples behind the gradients to come.
         """
+        if self._copies is not None:
+            self._copies.arm()
         if self._overlap is None:
             return
         if any(parameter.grad is not None for parameter in self._dense):
             return  # it would be added to in place, perhaps while it is sent
         weight = self._weight(batch_size)
 
-        def send(bucket: layout.Bucket) -> None:
-            self._fill(bucket)
-            self._transport.start(bucket.flat, weight)
-
-        self._overlap.arm(send)
+        self._overlap.arm(lambda bucket: self._start(bucket, weight))
 
     def reduce(self, note: Note) -> Answer:
         """Replaces every gradient by its average over all ranks.
@@ -140,6 +144,8 @@ class Reducer:
         started = time.perf_counter()
         note.step, note.seconds = self._step, started - self._since
         sent, note.again = self._overlap.disarm() if self._overlap is not None else (0, False)
+        if self._copies is not None:
+            self._copies.disarm()
         used = [parameter.grad is not None for parameter in self._dense]
         answer = self._exchange(note, used, self._activity(), sent)
         if answer.again:
@@ -163,7 +169,12 @@ class Reducer:
         """What this rank counts; the sum of batch sizes is only known from the header."""
         return batch_size if self._weighted else 1.0 / self._group.member.world_size
 
-    def _fill(self, bucket: layout.Bucket) -> None:
+    def _start(self, bucket: layout.Bucket, weight: float) -> None:
+        self._fill(bucket, 1.0 if self._transport.weighs else weight)
+        self._transport.start(bucket.flat, weight)
+
+    @torch.no_grad()
+    def _fill(self, bucket: layout.Bucket, weight: float) -> None:
         """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
@@ -171,6 +182,8 @@ class Reducer:
             parameter = self._dense[index]
             if parameter.grad is None:
                 view.zero_()
+            elif weight != 1.0:
+                torch.mul(_gradient(parameter), weight, out=view)
             elif parameter.grad is not view:
                 sources.append(_gradient(parameter))
                 places.append(view)
@@ -184,8 +197,7 @@ class Reducer:
         weight = self._weight(note.batch_size)
         for bucket in self._buckets[sent:]:
             # One by one: the first is on its way while the next is filled.
-            self._fill(bucket)
-            self._transport.start(bucket.flat, weight)
+            self._start(bucket, weight)
         for bucket in self._buckets:
             self._transport.finish(bucket.flat, wait)
         answer = self._header.read()
