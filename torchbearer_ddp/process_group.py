@@ -28,6 +28,7 @@ from torchbearer_ddp.rendezvous import (
     connect,
     depart,
     in_time,
+    own_connection,
     roll_call,
     run_store,
     serve_store,
@@ -116,7 +117,7 @@ def _adopt() -> Group:
         backend=dist.get_backend(),
     )
     store = PrefixStore("torchbearer_ddp", dist.distributed_c10d._get_default_store())
-    return Group(member, store, hosts=["?"] * world_size)
+    return Group(member, own_connection(store), hosts=["?"] * world_size)
 
 
 def join(
@@ -248,7 +249,7 @@ def _init_process_group(store: Store, member: Member, host: str) -> None:
     with _gloo_interface(host):
         dist.init_process_group(
             member.backend,
-            store=PrefixStore("torch", store),
+            store=own_connection(PrefixStore("torch", store)),
             rank=member.rank,
             world_size=member.world_size,
             timeout=datetime.timedelta(seconds=_transport_timeout(member.timeout)),

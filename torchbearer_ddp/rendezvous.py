@@ -18,6 +18,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -170,6 +172,16 @@ def run_store(base: Store, prefix: str) -> Store:
     return PrefixStore(f"torchbearer_ddp/{prefix}", base)
 
 
+def own_connection(store: Store) -> Store:
+    """The same store, but a rank that waits on this one can still ask the other.
+
+    Args:
+        store: A store, or a part of one.
+    """
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's types do not know it
+    return clone
+
+
 def is_gone(store: Store) -> bool:
     """True if nobody holds this store any more; asking it then prints a screenful of warnings.
 
@@ -308,20 +320,27 @@ def _machine() -> str:
 
 def in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
     """Runs an action that may block for ever (torch's own timeouts do not cover a mute peer)."""
-    outcome: list[_T] = []
-    failure: list[BaseException] = []
+    future = in_background(action)
+    done, _ = futures.wait([future], max(0.0, deadline - time.monotonic()))
+    if not done:
+        raise LaunchError(message)
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, DistributedError):
+        raise error
+    raise LaunchError(message) from error
+
+
+def in_background(action: Callable[[], _T]) -> Future[_T]:
+    """Runs an action in a thread that does not keep the process from ending."""
+    future: Future[_T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(action())
+            future.set_result(action())
         except BaseException as error:
-            failure.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="torchbearer_ddp-rendezvous")
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if outcome:
-        return outcome[0]
-    if failure and isinstance(failure[0], DistributedError):
-        raise failure[0]
-    raise LaunchError(message) from (failure[0] if failure else None)
+    threading.Thread(target=run, daemon=True, name="torchbearer_ddp-rendezvous").start()
+    return future

@@ -14,7 +14,9 @@ import datetime
 import json
 import socket
 import time
-from typing import Any
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any, TypeVar
 
 # torch.distributed has these names as well, but its types do not say so.
 from torch._C._distributed_c10d import Store
@@ -22,7 +24,9 @@ from torch._C._distributed_c10d import Store
 from torchbearer_ddp import debug
 from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
 from torchbearer_ddp.process_group import FIRST_STEP_TIMEOUTS, Group
-from torchbearer_ddp.rendezvous import in_time, is_gone
+from torchbearer_ddp.rendezvous import in_background, in_time, is_gone
+
+_T = TypeVar("_T")
 
 #: How long a wait goes on before it looks around; short against any timeout, long against a step.
 POLL_SECONDS = 1.0
@@ -218,6 +222,22 @@ def wait_for(work: Any, wait: Wait) -> None:
             if work.is_completed():  # it failed, and did not only take longer than the interval
                 raise wait.broken(error) from error
         wait.poll()
+
+
+def complete(action: Callable[[], _T], wait: Wait) -> _T:
+    """Runs an action that waits for other ranks in a way of its own.
+
+    Args:
+        action: What is run, in another thread; it is left alone if the wait ends first.
+        wait: The wait it belongs to.
+    """
+    future = in_background(action)
+    while not futures.wait([future], min(POLL_SECONDS, wait.timeout)).done:
+        wait.poll()
+    try:
+        return future.result()
+    except RuntimeError as error:
+        raise wait.broken(error) from error
 
 
 def report_failure(group: Group, error: BaseException, what: str, trace: str) -> None:

@@ -584,6 +584,20 @@ def test_buckets_follow_the_order_in_which_gradients_appear():
     assert_replicas_equal(model)
 
 
+@ranks(2)
+def test_another_model_after_a_run_that_failed_in_its_first_backward():
+    def fail(_):
+        raise ValueError("no gradient today")
+
+    callbacks = sync(bucket_mb=1e-4)
+    shallow, deep = nn.Linear(6, 2), Backwards()
+    shallow.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="no gradient today"):
+        train(shallow, callbacks)
+    train(deep, callbacks)
+    assert_replicas_equal(deep)
+
+
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
 def test_half_precision_on_the_wire(half):
     @ranks(3)

@@ -114,18 +114,28 @@ def test_a_killed_peer_is_named_on_both_hosts(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3"]
 
 
-def test_a_frozen_peer_is_named_on_both_hosts(tmp_path):
-    def body():
-        play_hosts("aabb")
+@pytest.mark.parametrize("moment", ["a sum", "the channels between hosts"])
+def test_a_frozen_peer_is_named_on_both_hosts(moment, tmp_path):
+    def freeze(*_):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def add_after_freezing():
         transport, _ = make("hierarchical")
         bucket = transport.allocate(1000, torch.float32, CPU)
         add_up(transport, bucket)
-        process_group.current().warm = True
-        pids = collectives.all_gather(os.getpid(), "process ids")
         if collectives.rank() == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            freeze()
+        add_up(transport, bucket)
+
+    def body():
+        play_hosts("aabb")
+        group = process_group.current()
+        group.warm = True
+        pids = collectives.all_gather(os.getpid(), "process ids")
+        if collectives.rank() == 3 and moment != "a sum":
+            group.among = freeze
         with pytest.raises(PeerLost, match=r"Rank 3 on .* did not answer within 2 s"):
-            add_up(transport, bucket)
+            add_after_freezing()
         (tmp_path / str(collectives.rank())).touch()
         if collectives.rank() == 0:
             os.kill(pids[3], signal.SIGKILL)

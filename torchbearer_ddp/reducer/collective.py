@@ -19,7 +19,7 @@ class CollectiveTransport:
     """
 
     overlaps = True
-    weighs = False
+    weighs_freely = False
 
     def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
         self.name = name
@@ -28,6 +28,7 @@ class CollectiveTransport:
         self.bucket_bytes = (25 if name == "nccl" else 4) * 2**20
         self._group = group
         self._compress = compress
+        self._bodies: dict[int, torch.Tensor] = {}
         self._ways: dict[int, list[sums.Sum]] = {}
 
     def allocate(
@@ -41,6 +42,7 @@ class CollectiveTransport:
         in_pieces = self._compress is not None and device.type == "cpu"
         step = sums.piece_numel(dtype) if in_pieces else max(1, body)
         ends = [*range(step, body, step), numel]  # the header travels with the last numbers
+        self._bodies[id(bucket)] = bucket[:body]
         self._ways[id(bucket)] = [
             way
             for begin, end in zip([0, *ends], ends, strict=False)
@@ -52,6 +54,8 @@ class CollectiveTransport:
 
     def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
         """Hands the bucket to the backend's own threads or stream."""
+        if weight != 1.0:
+            self._bodies[id(bucket)].mul_(weight)
         for way in self._ways[id(bucket)]:
             way.start()
 
@@ -64,4 +68,5 @@ class CollectiveTransport:
 
     def close(self) -> None:
         """Lets go of the buckets."""
+        self._bodies.clear()
         self._ways.clear()

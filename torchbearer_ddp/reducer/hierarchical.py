@@ -6,6 +6,7 @@ that have the same one on the other hosts, so all ranks drive the network togeth
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torchbearer_ddp.process_group import Group
 from torchbearer_ddp.reducer import sums
 from torchbearer_ddp.reducer.hosts import Process
 from torchbearer_ddp.reducer.shared_memory import Exchange, Neighbourhood, SharedMemoryTransport
-from torchbearer_ddp.waiting import Wait
+from torchbearer_ddp.waiting import Wait, complete
 
 
 class HierarchicalExchange(Exchange):
@@ -94,7 +95,11 @@ class HierarchicalTransport(SharedMemoryTransport):
     ) -> None:
         super().__init__(group, local)
         same_slice = zip(*by_host, strict=True)
-        channels = [group.among([each.rank for each in column]) for column in same_slice]
+        wait = Wait(group, "the channels between hosts")
+        channels = [
+            complete(partial(group.among, [each.rank for each in column]), wait)
+            for column in same_slice
+        ]
         self._channel = channels[self._hood.me]
         self._compress = compress
 

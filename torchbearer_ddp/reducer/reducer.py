@@ -170,11 +170,15 @@ class Reducer:
         return batch_size if self._weighted else 1.0 / self._group.member.world_size
 
     def _start(self, bucket: layout.Bucket, weight: float) -> None:
-        self._fill(bucket, 1.0 if self._transport.weighs else weight)
-        self._transport.start(bucket.flat, weight)
+        if self._transport.weighs_freely:
+            self._fill(bucket)
+            self._transport.start(bucket.flat, weight)
+        else:
+            self._fill(bucket, weight)
+            self._transport.start(bucket.flat)
 
     @torch.no_grad()
-    def _fill(self, bucket: layout.Bucket, weight: float) -> None:
+    def _fill(self, bucket: layout.Bucket, weight: float = 1.0) -> None:
         """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []

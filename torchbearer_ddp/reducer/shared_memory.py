@@ -244,8 +244,8 @@ class SharedMemoryTransport:
 
     name = "shm"
     overlaps = False
-    #: At no cost: the numbers pass through the core's cache anyway.
-    weighs = True
+    #: The numbers pass through the core's cache anyway.
+    weighs_freely = True
     #: One bucket is summed while the next is filled, and both fit the cache.
     bucket_bytes = 4 * 2**20
 

@@ -20,8 +20,8 @@ class Transport(Protocol):
     name: str
     #: True if a bucket makes progress between ``start`` and ``finish``.
     overlaps: bool
-    #: True if it weighs the numbers itself; else they are to be weighed when they are copied.
-    weighs: bool
+    #: True if a weight costs nothing in ``start``; else it costs less where the numbers are copied.
+    weighs_freely: bool
     #: The size of a bucket that suits it.
     bucket_bytes: int
 
@@ -43,9 +43,8 @@ class Transport(Protocol):
 
         Args:
             bucket: What :meth:`allocate` gave.
-            weight: What this rank's numbers, but not its header, count in the sum; nothing to do
-                where they were weighed before. Each rank may have its own; 1/world size makes the
-                sum a mean.
+            weight: What this rank's numbers, but not its header, are multiplied by in the sum. Each
+                rank may have its own; 1/world size makes the sum a mean.
         """
         ...
 
