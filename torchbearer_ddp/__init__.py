@@ -1,5 +1,7 @@
 """Data-parallel training for torchbearer: add callbacks to a Trial, start it on many ranks."""
 
+from typing import TYPE_CHECKING, Any
+
 from torchbearer_ddp.arguments import add_arguments
 from torchbearer_ddp.callbacks.checkpoint import Checkpoint
 from torchbearer_ddp.callbacks.flatten import Flatten
@@ -8,7 +10,6 @@ from torchbearer_ddp.callbacks.parallel import data_parallel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
 from torchbearer_ddp.callbacks.shard import ShardData, shard
 from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
-from torchbearer_ddp.callbacks.tensorboard import TensorBoard
 from torchbearer_ddp.collectives import (
     barrier,
     device,
@@ -27,6 +28,9 @@ from torchbearer_ddp.errors import (
 )
 from torchbearer_ddp.launch import run_distributed
 from torchbearer_ddp.slurm import submit_slurm
+
+if TYPE_CHECKING:
+    from torchbearer_ddp.callbacks.tensorboard import TensorBoard
 
 __version__ = "0.1.0"
 
@@ -57,3 +61,12 @@ __all__ = [
     "submit_slurm",
     "world_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports tensorboardX for those who use it: it takes a tenth of a second in every process."""
+    if name == "TensorBoard":
+        from torchbearer_ddp.callbacks.tensorboard import TensorBoard
+
+        return TensorBoard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,27 @@
+"""What `import torchbearer_ddp` gives, and what it does not cost."""
+
+import subprocess
+import sys
+
+import pytest
+
+import torchbearer_ddp
+
+
+def test_every_name_of_the_package_is_there():
+    assert all(hasattr(torchbearer_ddp, name) for name in torchbearer_ddp.__all__)
+
+
+def test_a_name_that_is_not_there_is_named():
+    with pytest.raises(AttributeError, match="'torchbearer_ddp' has no attribute 'Tensorboard'"):
+        torchbearer_ddp.Tensorboard  # noqa: B018
+
+
+def test_tensorboardx_is_read_by_those_who_use_it():
+    program = (
+        "import sys, torchbearer_ddp\n"
+        "assert 'tensorboardX' not in sys.modules\n"
+        "torchbearer_ddp.TensorBoard\n"
+        "assert 'tensorboardX' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
