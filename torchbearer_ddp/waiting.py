@@ -4,7 +4,8 @@ Every exchange between ranks has a number, the same on every rank as long as the
 rank that waits longer than a second posts its number and what it waits for on a board in the
 store. If another rank has the same number but waits for something else, the ranks have parted
 ways: whoever sees it first writes the verdict, and every rank raises that same error. At the
-timeout, the ranks that have not posted are the ones that did not answer.
+timeout, the ranks that have not posted are the ones that did not answer; one that is behind but
+goes on posting waits for somebody itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -52,6 +54,9 @@ class Wait:
         self._sequence = group.sequence
         self._activity = activity
         self._started = time.monotonic()
+        self._looks = 0
+        #: What each rank that is behind posted last, and when that was new.
+        self._behind: dict[int, tuple[bytes, float]] = {}
 
     def poll(self) -> None:
         """Looks around; to be called about every :data:`POLL_SECONDS` of waiting.
@@ -144,17 +149,29 @@ class Wait:
     def _post(self) -> None:
         if is_gone(self._group.store):
             raise ConnectionResetError
-        entry = {"sequence": self._sequence, "activity": self._activity}
+        self._looks += 1
+        entry = {"sequence": self._sequence, "activity": self._activity, "look": self._looks}
         self._group.store.set(f"board/{self._group.member.rank}", json.dumps(entry))
 
     def _posts(self) -> dict[int, dict[str, Any]]:
+        """Who waits, for this exchange, a later one, or still for an earlier one."""
         store, posts = self._group.store, {}
         for rank in range(self._group.member.world_size):
             if store.check([f"board/{rank}"]):
-                entry = json.loads(store.get(f"board/{rank}"))
-                if entry["sequence"] >= self._sequence:
+                post = store.get(f"board/{rank}")
+                entry = json.loads(post)
+                if entry["sequence"] >= self._sequence or self._is_new(rank, post):
                     posts[rank] = entry
         return posts
+
+    def _is_new(self, rank: int, post: bytes) -> bool:
+        """True if a rank has posted again since this wait began, and not long ago."""
+        now = time.monotonic()
+        before, since = self._behind.get(rank, (post, -math.inf))
+        if post != before:
+            since = now
+        self._behind[rank] = post, since
+        return now - since < 3 * POLL_SECONDS
 
     def _parted(self, post: dict[str, Any]) -> bool:
         return bool(post["sequence"] == self._sequence and post["activity"] != self._activity)

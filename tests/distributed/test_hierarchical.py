@@ -134,14 +134,14 @@ def test_a_frozen_peer_is_named_on_both_hosts(moment, tmp_path):
         pids = collectives.all_gather(os.getpid(), "process ids")
         if collectives.rank() == 3 and moment != "a sum":
             group.among = freeze
-        with pytest.raises(PeerLost, match=r"Rank 3 on .* did not answer within 2 s"):
+        with pytest.raises(PeerLost, match=r"^Rank 3 on .* did not answer within 4 s"):
             add_after_freezing()
         (tmp_path / str(collectives.rank())).touch()
         if collectives.rank() == 0:
             os.kill(pids[3], signal.SIGKILL)
 
     with pytest.raises(AssertionError, match="rank 3 failed:\nthe process ended without a word"):
-        run_ranks(body, 4, group_timeout=2)
+        run_ranks(body, 4, group_timeout=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
