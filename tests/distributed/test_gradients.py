@@ -21,6 +21,7 @@ from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import collectives
 from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
 from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.reducer import collective
 
 #: By transport the number of ranks it takes, and the hosts that one machine plays for them.
 TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
@@ -29,11 +30,13 @@ TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
 def on_every_transport(body):
     """Runs a test on the ranks of each transport; its callbacks use that one and no other.
 
-    A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
+    A bucket holds but a few numbers, and gloo gets fewer at once: what is done from hooks, during
+    backward, needs several buckets, and a gradient is to travel in several pieces.
     """
 
     def on_a_rank(transport, layout):
         play_hosts(layout)
+        collective.GLOO_PIECE_BYTES = 64
         Chosen.options = {"transport": transport, "bucket_mb": 1e-4}
         body()
 
@@ -511,6 +514,17 @@ def test_a_closure_that_runs_backward_twice():
 @on_every_transport
 def test_gradients_that_are_zeroed_and_not_taken_away():
     closure = going_backward(lambda loss, _: loss.backward(), set_to_none=False)
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-7)
+
+
+@on_every_transport
+def test_gradients_that_lie_in_memory_in_another_way():
+    def by_columns(loss, model):
+        loss.backward()
+        for layer in model:
+            layer.weight.grad = layer.weight.grad.t().contiguous().t()
+
+    closure = going_backward(by_columns, announced=False)
     assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-7)
 
 
