@@ -21,7 +21,6 @@ from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import collectives
 from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.reducer import collective
 
 #: By transport the number of ranks it takes, and the hosts that one machine plays for them.
 TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
@@ -30,13 +29,11 @@ TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
 def on_every_transport(body):
     """Runs a test on the ranks of each transport; its callbacks use that one and no other.
 
-    A bucket holds but a few numbers, and gloo gets fewer at once: what is done from hooks, during
-    backward, needs several buckets, and a gradient is to travel in several pieces.
+    A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
     """
 
     def on_a_rank(transport, layout):
         play_hosts(layout)
-        collective.GLOO_PIECE_BYTES = 64
         Chosen.options = {"transport": transport, "bucket_mb": 1e-4}
         body()
 

@@ -24,7 +24,6 @@ class Bucket:
         indices: The parameters in it, by their place in the list of parameters.
         numel: The number of elements, without the header.
         flat: The memory, once it is allocated.
-        offsets: Where each gradient begins.
         views: The gradients in it, each in the shape and strides of its parameter.
     """
 
@@ -33,7 +32,6 @@ class Bucket:
     indices: list[int] = field(default_factory=list)
     numel: int = 0
     flat: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    offsets: list[int] = field(default_factory=list)
     views: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -81,7 +79,6 @@ def allocate(
         offset = 0
         for index in bucket.indices:
             parameter = parameters[index]
-            bucket.offsets.append(offset)
             bucket.views.append(_view(bucket.flat, offset, parameter))
             offset += parameter.numel()
 

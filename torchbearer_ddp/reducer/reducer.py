@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -171,42 +170,27 @@ class Reducer:
         return batch_size if self._weighted else 1.0 / self._group.member.world_size
 
     def _start(self, bucket: layout.Bucket, weight: float) -> None:
-        self._transport.start(bucket.flat, weight, partial(self._fill, bucket))
+        if self._transport.weighs_freely:
+            self._fill(bucket)
+            self._transport.start(bucket.flat, weight)
+        else:
+            self._fill(bucket, weight)
+            self._transport.start(bucket.flat)
 
     @torch.no_grad()
-    def _fill(self, bucket: layout.Bucket, begin: int, end: int, weight: float) -> None:
-        """Copies gradients, or parts of them, to their places between two of a bucket's elements.
-
-        Args:
-            bucket: The bucket; a gradient that is missing counts as zero.
-            begin: The first element.
-            end: The element after the last one.
-            weight: What they are multiplied by.
-        """
+    def _fill(self, bucket: layout.Bucket, weight: float = 1.0) -> None:
+        """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        for index, view, first in zip(bucket.indices, bucket.views, bucket.offsets, strict=True):
-            last = first + view.numel()
-            if last <= begin or first >= end:
-                continue
-            gradient = self._dense[index].grad
-            if gradient is not None and gradient.is_sparse:  # an operation may give one unasked
-                gradient = gradient.to_dense()
-            place = view
-            if first < begin or last > end:
-                if gradient is None or gradient.stride() != view.stride():
-                    if first < begin:
-                        continue  # done with its first part, as a whole
-                else:
-                    place = bucket.flat[max(first, begin) : min(last, end)]
-                    gradient = _flat(gradient)[max(0, begin - first) : end - first]
-            if gradient is None:
-                place.zero_()
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            parameter = self._dense[index]
+            if parameter.grad is None:
+                view.zero_()
             elif weight != 1.0:
-                torch.mul(gradient, weight, out=place)
-            elif gradient is not place:
-                sources.append(gradient)
-                places.append(place)
+                torch.mul(_gradient(parameter), weight, out=view)
+            elif parameter.grad is not view:
+                sources.append(_gradient(parameter))
+                places.append(view)
         if places:
             torch._foreach_copy_(places, sources)
 
@@ -263,9 +247,10 @@ class Reducer:
             parameter.grad = _combine(present, parameter) if present else None
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient as they lie in memory."""
-    return gradient.as_strided((gradient.numel(),), (1,))
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient as a dense tensor: an operation may give a sparse one unasked."""
+    gradient: torch.Tensor = parameter.grad  # type: ignore[assignment]
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _combine(

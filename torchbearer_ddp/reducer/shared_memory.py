@@ -17,7 +17,6 @@ from torchbearer_ddp.process_group import Group
 from torchbearer_ddp.reducer.hosts import Process
 from torchbearer_ddp.reducer.segment import share
 from torchbearer_ddp.reducer.signals import Signals
-from torchbearer_ddp.reducer.transport import Fill
 from torchbearer_ddp.waiting import Wait
 
 #: What a rank sums at a time, over all ranks together: less costs more calls than it saves in the
@@ -245,6 +244,8 @@ class SharedMemoryTransport:
 
     name = "shm"
     overlaps = False
+    #: The numbers pass through the core's cache anyway.
+    weighs_freely = True
     #: One bucket is summed while the next is filled, and both fit the cache.
     bucket_bytes = 4 * 2**20
 
@@ -276,11 +277,8 @@ class SharedMemoryTransport:
     def _exchange(self, numel: int, dtype: torch.dtype, header: int) -> Exchange:
         return Exchange(self._hood, numel, dtype, header)
 
-    def start(self, bucket: torch.Tensor, weight: float = 1.0, fill: Fill | None = None) -> None:
+    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
         """Lets the others have the bucket, and sums what all have by now."""
-        if fill is not None:
-            # The weight waits for the sum, where it costs nothing.
-            fill(0, bucket.numel(), 1.0)
         if bucket.numel():
             exchange = self._exchanges[bucket.data_ptr()]
             exchange.begin(weight)

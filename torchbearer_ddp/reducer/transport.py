@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from torchbearer_ddp.waiting import Wait
-
-#: Copies what belongs between two places of a bucket, multiplied by a weight.
-Fill = Callable[[int, int, float], None]
 
 
 class Transport(Protocol):
@@ -24,6 +20,8 @@ class Transport(Protocol):
     name: str
     #: True if a bucket makes progress between ``start`` and ``finish``.
     overlaps: bool
+    #: True if a weight costs nothing in ``start``; else it costs nothing where they are copied.
+    weighs_freely: bool
     #: The size of a bucket that suits it.
     bucket_bytes: int
 
@@ -40,15 +38,13 @@ class Transport(Protocol):
         """
         ...
 
-    def start(self, bucket: torch.Tensor, weight: float = 1.0, fill: Fill | None = None) -> None:
+    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
         """Begins to sum a whole bucket; returns at once where the transport can.
 
         Args:
             bucket: What :meth:`allocate` gave.
             weight: What this rank's numbers, but not its header, are multiplied by in the sum. Each
                 rank may have its own; 1/world size makes the sum a mean.
-            fill: Puts the numbers into the bucket, as much of them at a time as this transport
-                sends; None if they are there already.
         """
         ...
 
