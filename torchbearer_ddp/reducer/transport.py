@@ -20,7 +20,7 @@ class Transport(Protocol):
     name: str
     #: True if a bucket makes progress between ``start`` and ``finish``.
     overlaps: bool
-    #: True if a weight costs nothing in ``start``; else it costs nothing where they are copied.
+    #: True if a weight costs nothing in ``start``; else it is given where the numbers are copied.
     weighs_freely: bool
     #: The size of a bucket that suits it.
     bucket_bytes: int
