@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ _VARIABLES = (
     "CUDA_", "GLOO_", "LOCAL_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM", "SUBMITIT",
     "TORCHBEARER_DDP", "TORCHELASTIC", "WORLD_SIZE",
 )  # fmt: skip
+
+
+def pytest_configure() -> None:
+    # In the background of a script Ctrl-C is ignored, and what the tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

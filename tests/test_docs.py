@@ -292,7 +292,9 @@ def sources() -> list[Path]:
 #: Calls whose first argument is a message; errors are found by their ``raise`` as well.
 _SAY = ("announce", "warnings.warn", "PeerLost", "LaunchError", "refuse")
 #: Never seen by a user: for Python's own machinery, or turned into another message.
-_INTERNAL = ("not implemented on", "sem_init failed", "unreachable", "Permission denied")
+_INTERNAL = (
+    "not implemented on", "sem_init failed", "unreachable", "Permission denied", "has no attribute",
+)  # fmt: skip
 _HOLE = "\0"
 
 
