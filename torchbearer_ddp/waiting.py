@@ -177,14 +177,19 @@ class Wait:
         return bool(post["sequence"] == self._sequence and post["activity"] != self._activity)
 
     def _parted_message(self, posts: dict[int, dict[str, Any]]) -> str:
-        waits = "; ".join(f"rank {r}: {post['activity']}" for r, post in sorted(posts.items()))
         return (
-            f"The ranks have parted ways, each waits for something else: {waits}. Every rank must "
-            "take the same steps: look for a loop, a stop or a callback that only some ranks have."
+            f"The ranks have parted ways, each waits for something else: {_waits(posts)}. Every "
+            "rank must take the same steps: look for a loop, a stop or a callback that only some "
+            "ranks have."
         )
 
     def _silent_message(self, posts: dict[int, dict[str, Any]]) -> str:
         silent = [r for r in range(self._group.member.world_size) if r not in posts]
+        if not silent:
+            return (
+                f"Every rank still waits after {self.timeout:g} s: {_waits(posts)}. What one of "
+                "them sent has not reached the other: look at the network between their hosts."
+            )
         return (
             f"Rank {self._names(silent)} did not answer within {self.timeout:g} s while the others "
             f"waited for {self._activity}. It is frozen, overloaded or stuck: look at its output, "
@@ -221,6 +226,10 @@ class Wait:
 
     def _names(self, ranks: list[int]) -> str:
         return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
+
+
+def _waits(posts: dict[int, dict[str, Any]]) -> str:
+    return "; ".join(f"rank {r}: {post['activity']}" for r, post in sorted(posts.items()))
 
 
 def wait_for(work: Any, wait: Wait) -> None:

@@ -1,11 +1,14 @@
 """Every collective on real ranks, also where ranks raise or part ways."""
 
+import threading
+
 import pytest
 import torch
 
 from tests.ranks import ranks
-from torchbearer_ddp import collectives
-from torchbearer_ddp.errors import DesyncError, DistributedError
+from torchbearer_ddp import collectives, process_group
+from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
+from torchbearer_ddp.waiting import Wait, complete
 
 
 @ranks(3)
@@ -91,3 +94,15 @@ def test_without_a_group_all_of_it_is_a_world_of_one():
         pass
     with pytest.raises(KeyError):
         collectives.raise_together(KeyError("k"), "x")
+
+
+@ranks(2, group_timeout=4)
+def test_ranks_that_all_wait_are_all_named():
+    group = process_group.current()
+    group.warm = True
+    if collectives.is_rank_zero():
+        group.sequence += 1  # as if what rank 1 still waits for had been sent, and lost
+    wait = Wait(group, f"something that only rank {collectives.rank()} wants")
+    expected = r"^Every rank still waits after 4 s: rank 0: .* rank 0 wants; rank 1: .* rank 1 want"
+    with pytest.raises(PeerLost, match=expected):
+        complete(threading.Event().wait, wait)
