@@ -539,22 +539,31 @@ def test_gradients_that_are_differentiated_again():
     assert not torch.allclose(deep_weights(sync()), one, atol=1e-3), "the second pass was lost"
 
 
+def on_gradients_of(layers, gradients, note):
+    """A callback that notes the reducer, once there is one, whenever a layer's gradient appears."""
+    hooks = []
+
+    @on_criterion
+    def watch(state):
+        if gradients._reducer is not None and not hooks:
+            hooks.extend(
+                layer.weight.register_post_accumulate_grad_hook(lambda _: note(gradients._reducer))
+                for layer in layers
+            )
+
+    return watch
+
+
 @ranks(2)
 def test_a_gradient_is_in_its_bucket_before_the_next_appears():
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
     gradients = SyncGradients(transport="shm", bucket_mb=1e-4)
     placed = []
 
-    @on_criterion
-    def watch(state):
-        if gradients._reducer is not None and not placed:
-            views = gradients._reducer._views
-            model[0].weight.register_post_accumulate_grad_hook(
-                lambda _: placed.extend(
-                    any(p.grad is view for view in views) for p in model.parameters()
-                )
-            )
+    def note(reducer):
+        placed.extend(any(p.grad is view for view in reducer._views) for p in model.parameters())
 
+    watch = on_gradients_of([model[0]], gradients, note)
     train(model, [SyncModel(), gradients, watch], steps=3)
     # All but the one that appears last: the first layer's bias or its weight.
     assert sum(placed[:14]) >= 13
@@ -579,16 +588,11 @@ def test_buckets_follow_the_order_in_which_gradients_appear():
     gradients = SyncGradients(transport="gloo", bucket_mb=1e-4)
     sent = []
 
-    @on_criterion
-    def watch(state):
-        if gradients._reducer is not None and not sent:
-            # How many buckets are on their way when the layer's gradient appears.
-            overlap = gradients._reducer._overlap
-            for layer in model.layers:
-                layer.weight.register_post_accumulate_grad_hook(
-                    lambda _: sent.append(overlap._sent)
-                )
+    def note(reducer):
+        # How many buckets are on their way when the layer's gradient appears.
+        sent.append(reducer._overlap._sent)
 
+    watch = on_gradients_of(model.layers, gradients, note)
     train(model, [SyncModel(), gradients, watch], steps=3)
     assert sent[:6] == sorted(sent[:6])
     assert sent[5] >= 4, "buckets waited for gradients that appear later"
