@@ -87,22 +87,19 @@ def forbidden(*args, **kwargs):
 
 
 def train_without_pickle():
-    for module in (pickle, cloudpickle, torch):
-        for name in ("load", "loads", "dump", "dumps", "save", "Pickler", "Unpickler"):
-            if hasattr(module, name):
-                setattr(module, name, forbidden)
-    value = {"text": "a", "list": [1, 2.5, None], "bytes": b"\x80", "tensor": torch.ones(2)}
-    everyone = collectives.all_gather(value, "plain data")
-    assert everyone[1]["list"] == collectives.broadcast(value, "plain data")["list"]
-    steps, _ = train([])
-    os._exit(0 if steps == 10 else 1)  # the test's own result would be pickled
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pickle, cloudpickle, torch):
+            for name in ("load", "loads", "dump", "dumps", "save", "Pickler", "Unpickler"):
+                patch.setattr(module, name, forbidden, raising=False)
+        value = {"text": "a", "list": [1, 2.5, None], "bytes": b"\x80", "tensor": torch.ones(2)}
+        everyone = collectives.all_gather(value, "plain data")
+        assert everyone[1]["list"] == collectives.broadcast(value, "plain data")["list"]
+        steps, _ = train([])
+    return steps
 
 
 def test_ranks_train_where_nothing_can_be_pickled():
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(train_without_pickle, 2)
-    told = str(caught.value).replace("the process ended without a word", "")
-    assert told.split() == ["rank", "0", "failed:", "rank", "1", "failed:"]
+    assert run_ranks(train_without_pickle, 2) == [10, 10]
 
 
 class Bomb(Exception):
