@@ -1,4 +1,4 @@
-"""Join and leave the group of ranks: rendezvous, device, threads, seed, timeout."""
+"""Join and leave the group of ranks: rendezvous, device, threads, memory, seed, timeout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 # torch.distributed has these names as well, but its types do not say so.
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torchbearer_ddp import randomness
+from torchbearer_ddp import memory, randomness
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.network import interface_of, loopback, route_to
 from torchbearer_ddp.rendezvous import (
@@ -153,6 +153,8 @@ def join(
     member = _settled(member, roll)
     _use_device(member)
     _share_cores(member)
+    if torch.device(member.device).type == "cpu":
+        memory.keep_freed()
     randomness.seed_all(roll[0]["seed"] if member.seed is None else member.seed)
     group = Group(
         member, store, [entry["host"] for entry in roll], serves_store=serve, address=host
