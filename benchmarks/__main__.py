@@ -1,6 +1,6 @@
 """Runs the benchmarks, prints tables, writes a JSON file and the plots of the documentation.
 
-python -m benchmarks            # everything, about twenty minutes
+python -m benchmarks            # everything, about forty minutes
 python -m benchmarks --quick    # a look at whether it works, under two minutes
 python -m benchmarks --out docs/benchmarks    # what the documentation shows
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import hosts, launching, models, one_host, page, plots, report, single
+from benchmarks import hosts, launching, models, one_host, page, plots, report, single, started
 from torchbearer_ddp import __version__
 
 
@@ -58,11 +58,18 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
     if "hosts" in parts and os.geteuid() == 0:
         speeds = ["1gbit"] if quick else ["1gbit", "10gbit"]
         found["two hosts"] = hosts.run(speeds, [2] if quick else [1, 2], min(rounds, 5), seconds)
+    if "started" in parts:
+        some = names[:1] if quick else names
+        found["as started"] = started.on_one_host(some, worlds, 1 if quick else 3, seconds)
+        if os.geteuid() == 0 and not quick:  # a launch there takes half a minute
+            found["as started, two hosts"] = started.on_two_hosts(
+                ["1gbit", "10gbit"], [1, 2], 2, seconds
+            )
     return found
 
 
 def main() -> None:
-    every = ["single", "models", "scaling", "launch", "hosts"]
+    every = ["single", "models", "scaling", "launch", "hosts", "started"]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: proves that it works")
     parser.add_argument("--only", nargs="+", choices=every, default=every)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +30,36 @@ def run(speeds: list[str], ranks: list[int], rounds: int, seconds: float) -> lis
     tables = []
     for speed in speeds:
         for per_host in ranks:
-            with hosts(2) as both:
-                for host in both:
-                    _shape(host, speed)
-                tables.append(
-                    {
-                        "link": speed,
-                        "ranks a host": per_host,
-                        **_both(both, per_host, rounds, seconds),
-                    }
-                )
+            with linked(speed) as both:
+                found = _both(both, per_host, rounds, seconds)
+            tables.append({"link": speed, "ranks a host": per_host, **found})
     return tables
 
 
-def _shape(host: Host, speed: str) -> None:
-    subprocess.run(
-        ["ip", "netns", "exec", host.name, "tc", "qdisc", "add", "dev", host.interface, "root",
-         "tbf", "rate", speed, "burst", "512kb", "latency", "50ms"],
-        check=True,
-    )  # fmt: skip
+@contextlib.contextmanager
+def linked(speed: str) -> Iterator[list[Host]]:
+    """Two hosts with a link of the given speed between them."""
+    with hosts(2) as both:
+        for host in both:
+            subprocess.run(
+                [*host.command, "tc", "qdisc", "add", "dev", host.interface, "root",
+                 "tbf", "rate", speed, "burst", "512kb", "latency", "50ms"],
+                check=True,
+            )  # fmt: skip
+        yield both
+
+
+def environment(host: Host, per_host: int) -> dict[str, str]:
+    """What lets the namespaces of one machine pass for two machines.
+
+    Without it ranks would share memory across them, and each host would take all the cores.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // (2 * per_host))
+    return {
+        **os.environ,
+        "TORCHBEARER_DDP_HOST_ID": host.name,
+        "OMP_NUM_THREADS": str(threads),
+    }
 
 
 def _both(both: list[Host], per_host: int, rounds: int, seconds: float) -> dict[str, Any]:
@@ -58,14 +71,7 @@ def _both(both: list[Host], per_host: int, rounds: int, seconds: float) -> dict[
             str(rounds), str(seconds), "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", str(per_host), "--host", both[0].address, "--port", str(PORT),
         ]  # fmt: skip
-        # The namespaces are one machine: without this its ranks would share memory across them.
-        # And each would take all the cores.
-        threads = max(1, len(os.sched_getaffinity(0)) // (len(both) * per_host))
-        env = {
-            **os.environ,
-            "TORCHBEARER_DDP_HOST_ID": host.name,
-            "OMP_NUM_THREADS": str(threads),
-        }
+        env = environment(host, per_host)
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=1800)[0] for process in started]
     if any(process.returncode for process in started):

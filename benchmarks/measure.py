@@ -54,14 +54,15 @@ def interleaved(
             barrier("the benchmark")
             mine = steps[way](count) / count
             times[way].append(1000 * max(collectives.all_gather(mine, "the benchmark's times")))
-    return [asdict(_result(way, found)) for way, found in times.items()]
+    return [result(way, found) for way, found in times.items()]
 
 
-def _result(way: str, milliseconds: list[float]) -> Result:
+def result(way: str, milliseconds: list[float]) -> dict[str, Any]:
+    """Sums up the times of one way."""
     quarters = (
         statistics.quantiles(milliseconds, n=4) if len(milliseconds) > 1 else milliseconds * 3
     )
-    return Result(way, statistics.median(milliseconds), (quarters[0], quarters[-1]))
+    return asdict(Result(way, statistics.median(milliseconds), (quarters[0], quarters[-1])))
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:

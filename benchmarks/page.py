@@ -20,12 +20,21 @@ def text(found: dict[str, Any]) -> str:
         parts.append(_scaling(found["scaling"]))
     if "two hosts" in found:
         parts += [_heading("Two hosts"), *map(_hosts, found["two hosts"])]
+    if "as started" in found:
+        parts += [_heading("As users start them"), _AS_STARTED, _started(found)]
     parts += [_heading("The rest"), *_rest(found)]
     return "\n\n".join(parts) + "\n"
 
 
 _SPEEDUP = "Bars: steps of ours with shared memory in the time of one step with DDP's best setting."
 _SCALING = "Curves: milliseconds a step against the number of parameters, for ours and for DDP."
+
+
+_AS_STARTED = (
+    "DDP started by torchrun, ours by ``run_distributed``, launch after launch by turns, in a "
+    "plain loop. In the tables above all ways share their processes, so DDP too has what our "
+    "launcher prepares; here each has what its own launcher gives it."
+)
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -77,12 +86,30 @@ def _hosts(table: dict[str, Any]) -> str:
         ]
         for each in table["results"]
     ]
-    ranks = "1 rank" if table["ranks a host"] == 1 else f"{table['ranks a host']} ranks"
     return (
-        f"{table['model']}, {ranks} on each of two hosts, {table['link']}/s; the least that a host "
-        f"can send is {table['limit']:.2f} bytes per byte of gradient in single precision:\n\n"
+        f"{table['model']}, {_ranks(table)} on each of two hosts, {table['link']}/s; the least "
+        f"that a host can send is {table['limit']:.2f} bytes per byte of gradient in single precision:\n\n"
         + _table(["", "ms a step", "Best DDP / this", "Bytes sent per byte of gradient"], rows)
     )
+
+
+def _started(found: dict[str, Any]) -> str:
+    rows = []
+    for table in (*found["as started"], *found.get("as started, two hosts", [])):
+        place = f"{table['ranks']} ranks" if "ranks" in table else _place(table)
+        times = {each["way"]: each["milliseconds"] for each in table["results"]}
+        for way, ratio in table["ratios"].items():
+            cells = [f"{times[way] * ratio:.1f}", f"{times[way]:.1f}", f"**{ratio:.2f}**"]
+            rows.append([table["model"], place, way, *cells])
+    return _table(["Model", "Where", "", "Best DDP, ms", "Ours, ms", "DDP / ours"], rows)
+
+
+def _place(table: dict[str, Any]) -> str:
+    return f"2 hosts with {_ranks(table)}, {table['link']}/s"
+
+
+def _ranks(table: dict[str, Any]) -> str:
+    return "1 rank" if table["ranks a host"] == 1 else f"{table['ranks a host']} ranks"
 
 
 def _rest(found: dict[str, Any]) -> Iterable[str]:

@@ -26,6 +26,12 @@ def text(found: dict[str, Any]) -> str:
         crossing = table["bytes sent by a host, per byte of gradient"]
         lines += [f"  bytes sent, limit {table['limit']:.2f}:"]
         lines += [f"    {way:<28} {value:.2f}" for way, value in crossing.items()]
+    for table in found.get("as started", []):
+        lines += ["", f"as users start them: {table['model']}, {table['ranks']} ranks"]
+        lines += _rows(table)
+    for table in found.get("as started, two hosts", []):
+        place = f"two hosts, {table['ranks a host']} ranks each, {table['link']}"
+        lines += ["", f"as users start them: {table['model']}, {place}", *_rows(table)]
     return "\n".join(lines)
 
 

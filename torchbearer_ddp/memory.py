@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 
+_VARIABLE = "TORCHBEARER_DDP_KEEP_MEMORY"
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 #: Blocks up to this size are kept, and so much at the heap's end. What is larger, a data set while
@@ -32,7 +33,7 @@ def keep_freed() -> bool:
 
 
 def _chosen_by_the_user() -> bool:
-    if os.environ.get("TORCHBEARER_DDP_KEEP_MEMORY") == "0":
+    if os.environ.get(_VARIABLE) == "0":
         return True
     settings = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
     tunables = os.environ.get("GLIBC_TUNABLES", "")
