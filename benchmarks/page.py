@@ -88,7 +88,8 @@ def _hosts(table: dict[str, Any]) -> str:
     ]
     return (
         f"{table['model']}, {_ranks(table)} on each of two hosts, {table['link']}/s; the least "
-        f"that a host can send is {table['limit']:.2f} bytes per byte of gradient in single precision:\n\n"
+        f"that a host can send is {table['limit']:.2f} bytes per byte of gradient in single "
+        "precision:\n\n"
         + _table(["", "ms a step", "Best DDP / this", "Bytes sent per byte of gradient"], rows)
     )
 
