@@ -169,9 +169,10 @@ class Killable:
 
     def kill(self) -> None:
         for process in self._processes:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
         for process in self._processes:
             process.join()
+        assert self._processes[0].exitcode == -signal.SIGKILL, "it ended before it was killed"
 
 
 def _killable_main(payload: bytes, member: Any, port: int, pipe: Any) -> None:

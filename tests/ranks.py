@@ -32,7 +32,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks"]
 )
-_GRACE_SECONDS = 5.0
+#: How long the others may take after one has failed, and a rank to end after its result.
+_GRACE_SECONDS = 20.0
 
 
 def ranks(

@@ -7,7 +7,6 @@ import ast
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import torchbearer_ddp
+from tests.launching.programs import free_port
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchbearer_ddp"
@@ -214,12 +214,6 @@ def test_commands_start_their_ranks(command: str, tmp_path: Path) -> None:
     assert [p.returncode for p in processes] == [0] * nodes, "".join(err for _, err in ended)
     started = sorted(re.findall(r"\((\d+), (\d+)\)", output))
     assert started == [(str(rank), str(nodes * each)) for rank in range(nodes * each)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # Pages against the package.

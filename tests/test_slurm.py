@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching.programs import free_port
 from tests.ranks import run_ranks
 from torchbearer_ddp import Checkpoint, collectives, slurm, spare_ports
 from torchbearer_ddp.errors import LaunchError
@@ -203,10 +204,8 @@ def test_a_job_in_a_strange_state_is_not_taken_for_done(state, tmp_path):
 
 def test_ranks_meet_although_other_programs_hold_the_first_ports():
     stranger = serve_store("127.0.0.1", 0, 10.0)  # another run's store, on the first port
-    mute, free = _listening(), _listening()
-    ports = [stranger.port, mute.getsockname()[1], free.getsockname()[1]]
-    free.close()
-    with mute:
+    with _listening() as mute:
+        ports = [stranger.port, mute.getsockname()[1], free_port()]
         found = run_ranks(_meet, 2, ({"ports": ports},))
     assert [port for port, _ in found] == [ports[2]] * 2
     assert [word for _, word in found] == ["from rank 0"] * 2

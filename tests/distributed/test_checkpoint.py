@@ -221,7 +221,9 @@ def test_wrappers_leave_no_trace_in_the_names(wrap):
     for wrapped, plain in ((wrap(inner), inner), (model, torch.nn.Sequential(inner, model[1]))):
         saved = contents.model_state(wrapped)
         assert saved.keys() == plain.state_dict().keys()
-        contents.load_model(wrapped, {name: t + 1 for name, t in saved.items()})
+        other = {name: t + 1 for name, t in saved.items()}
+        contents.load_model(wrapped, other)
+        assert all(torch.equal(t, other[name]) for name, t in plain.state_dict().items())
         assert contents.unwrapped(wrap(inner)) is inner
 
 
@@ -332,7 +334,7 @@ def test_the_best_epochs_are_kept(tmp_path):
 def test_a_monitor_that_is_no_metric_is_named_once(tmp_path):
     with pytest.warns(UserWarning, match=r"monitor='val_typo'\).*val_loss") as found:
         train(tmp_path, epochs=2, monitor="val_typo")
-    assert len(found) == 1
+    assert len([w for w in found if "val_typo" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -446,18 +448,18 @@ def test_a_stop_by_a_signal_waits_for_accumulated_gradients(tmp_path):
 
 @ranks(2)
 def test_time_decides_on_all_ranks_alike(tmp_path):
-    saved = []
+    stepped = []
 
     @on_step_training
     def pace(state):
         # A slow rank must not save at another step than a fast one.
-        time.sleep(0.01 * collectives.rank())
-        saved.append(len(names(tmp_path)))
+        time.sleep(0.02 + 0.01 * collectives.rank())
+        stepped.append(time.monotonic())
 
-    train(tmp_path, [pace], every_seconds=0.05, keep=None)
+    train(tmp_path, [pace], every_seconds=0.2, every_epochs=None, monitor=None, keep=None)
+    seconds = time.monotonic() - stepped[0]
     collectives.barrier()
-    steps = [name for name in names(tmp_path) if name.startswith("step-")]
-    assert 1 <= len(steps) < 16
+    assert 1 <= len(names(tmp_path)) <= 1 + seconds / 0.2
 
 
 def test_looks_are_few_and_in_time():

@@ -1,5 +1,8 @@
 """SyncModel: equal replicas at the start whatever happened before, and no silent drift after."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 import torchbearer
@@ -85,8 +88,11 @@ def test_weights_loaded_on_rank_zero_alone_reach_everybody():
 def test_weights_initialised_by_a_callback_are_equalised_with_a_line():
     model = network()
     trial = trial_for(model, [KaimingNormal()])
-    trial.run(1)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        trial.run(1)
     assert_equal(everybodys(model))
+    said = printed.getvalue().count("weight on rank 1 differed from rank 0 at the start")
+    assert said == (1 if collectives.is_rank_zero() else 0)
 
 
 @ranks(2)

@@ -172,14 +172,14 @@ def test_a_frozen_peer_is_named_at_the_timeout(numel, tmp_path):
         pids = collectives.all_gather(os.getpid(), "process ids")
         if collectives.rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        with pytest.raises(PeerLost, match=r"Rank 1 on .* did not answer within 2 s"):
+        with pytest.raises(PeerLost, match=r"Rank 1 on .* did not answer within 4 s"):
             add_up(transport, bucket)
         (tmp_path / str(collectives.rank())).touch()
         if collectives.rank() == 0:
             os.kill(pids[1], signal.SIGKILL)
 
     with pytest.raises(AssertionError, match="rank 1 failed:\nthe process ended without a word"):
-        run_ranks(body, 3, group_timeout=2)
+        run_ranks(body, 3, group_timeout=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
 
 

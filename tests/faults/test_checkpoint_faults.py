@@ -17,7 +17,7 @@ import torchbearer
 from torchbearer.callbacks import on_step_training
 
 from tests import ranks as ranks_module
-from tests.checkpoint_runs import Killable, assert_same, build, train
+from tests.checkpoint_runs import EPOCHS, Killable, assert_same, build, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, collectives
 from torchbearer_ddp.checkpoints import file
@@ -28,11 +28,14 @@ KILLS = int(os.environ.get("TORCHBEARER_DDP_KILLS", "50"))
 
 
 def telling(tell, folder, **options):
-    """Trains, and tells each step before it is saved."""
+    """Trains, tells each step before it is saved, and stays at the last one to be killed."""
 
     @on_step_training
     def step(state):
         tell(state[torchbearer.BATCH])
+        steps_left = state[torchbearer.STEPS] - state[torchbearer.BATCH] - 1
+        if state[torchbearer.EPOCH] == EPOCHS - 1 and not steps_left:
+            time.sleep(60)
 
     train(folder, [step], **options)
 
@@ -47,9 +50,11 @@ def quietly(body, *args, **kwargs):
 def test_killed_at_a_random_moment_and_resumed_bit_for_bit(tmp_path, options):
     expected = run_ranks(train, 2)
     run = Killable(functools.partial(telling, folder=tmp_path, **options), 2)
-    steps = random.randint(4, 14)
+    draw = random.SystemRandom()  # earlier tests have seeded Python's own generator
+    steps, delay = draw.randint(4, 14), draw.uniform(0, 0.05)
+    print(f"killed {delay:.4f} s after step {steps}")  # shown if the test fails
     assert run.wait_for(steps)
-    time.sleep(random.uniform(0, 0.05))
+    time.sleep(delay)
     run.kill()
     resumed = run_ranks(functools.partial(quietly, train), 2, (tmp_path,), options)
     for found, wanted in zip(resumed, expected, strict=True):

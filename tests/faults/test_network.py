@@ -68,7 +68,7 @@ class Strangers:
 
 def test_strangers_on_the_rendezvous_port_have_no_effect():
     port = free_port()
-    flags = ("--steps", "40", "--pause", "0.02", "--timeout", "60")
+    flags = ("--steps", "150", "--pause", "0.02", "--timeout", "60")
     with contextlib.closing(Strangers(port)) as strangers:
         with (
             training(0, "127.0.0.1", port, *flags) as zero,
@@ -83,7 +83,7 @@ def test_strangers_on_the_rendezvous_port_have_no_effect():
 
 def test_a_network_that_is_cut_for_a_moment_is_survived():
     with hosts(2) as (first, second):
-        flags = ("--steps", "30", "--pause", "0.02", "--timeout", str(bound(30)))
+        flags = ("--steps", "150", "--pause", "0.02", "--timeout", str(bound(30)))
         with (
             training(1, first.address, 29500, *flags, before=second.command) as one,
             training(0, first.address, 29500, *flags, before=first.command) as zero,

@@ -16,7 +16,7 @@ from tests.launching.programs import Program, bound, free_port, until
 
 TRAINING = str(Path(__file__).with_name("training.py"))
 #: Every rank is gone this long after the fault, or after the timeout that finds it.
-BOUND = 5.0
+BOUND = 8.0
 HOST = socket.gethostname()
 #: What comes before the fault, or is torchrun's own.
 PREAMBLE = re.compile(

@@ -75,9 +75,13 @@ def _slow(state: Any) -> None:
 
 
 def _freeze(state: Any) -> None:
-    """Stops this process; a helper lets it go on."""
-    subprocess.Popen(["sh", "-c", f"sleep {FREEZE_SECONDS}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stops this process; a helper lets it go on a while after it has stopped."""
+    pid = os.getpid()
+    # A SIGCONT before the SIGSTOP would be lost. grep says 1 while the process is there and runs.
+    look = f"grep -qs ') T ' /proc/{pid}/stat; [ $? = 1 ] || break; sleep 0.01"
+    wait = f"for _ in $(seq 1000); do {look}; done; sleep {FREEZE_SECONDS}"
+    subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {pid}"])
+    os.kill(pid, signal.SIGSTOP)
 
 
 def _stuck(state: Any) -> None:

@@ -41,8 +41,8 @@ def flags(port, world_size, timeout=TIMEOUT):
 
 
 def complaint(program):
-    """The one line that a program says before it ends."""
-    assert program.code(TIMEOUT + 5) == 1, program.text()
+    """The one line that a program says before it ends; it may take long to start."""
+    assert program.code(TIMEOUT + 30) == 1, program.text()
     (line,) = program.said().splitlines()
     return line
 
@@ -82,10 +82,10 @@ def test_rank_zero_never_arrives():
 def test_a_rank_never_arrives():
     port = free_port()
     with (
-        Program("sum.py", *flags(port, 3), "0") as zero,
-        Program("sum.py", *flags(port, 3), "1") as one,
+        Program("sum.py", *flags(port, 3, 8), "0") as zero,  # it may start long before the other
+        Program("sum.py", *flags(port, 3, 8), "1") as one,
     ):
-        expected = "torchbearer_ddp: Only 2 of 3 ranks arrived within 4 s; missing: 2."
+        expected = "torchbearer_ddp: Only 2 of 3 ranks arrived within 8 s; missing: 2."
         assert complaint(zero).startswith(expected)
         assert complaint(one).startswith(expected)
 

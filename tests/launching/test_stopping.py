@@ -90,7 +90,8 @@ def test_the_grace_is_bounded_without_a_launcher():
         until(lambda: zero.output and one.output, 60)
         one.process.terminate()
         assert one.code(1 + BOUND) == 143, one.text()
-        assert zero.code(BOUND) == 1
+        # It looks for the cause, and then holds the store for others: 3.5 s already.
+        assert zero.code(8) == 1, zero.text()
 
 
 def test_training_stops_without_a_launcher():
@@ -113,7 +114,7 @@ def test_training_stops_under_torchrun():
     with Program(sys.executable, *command, raw=True) as program:
         program.pids(2)
         program.process.terminate()
-        program.code(2 * BOUND)
+        assert program.code(2 * BOUND) == 1, program.text()  # torchrun's own, for any signal
         saved = [line for line in program.output if "saved" in line]
         assert sorted(saved) == ["rank 0 saved\n", "rank 1 saved\n"], program.text()
 

@@ -68,6 +68,10 @@ class Cluster:
     def state_of(self, job_id: str) -> str:
         return self.command("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T")
 
+    def live_jobs(self) -> str:
+        """The jobs that wait or run; an earlier test's may still be completing."""
+        return self.command("squeue", "-h", "-t", "PENDING,RUNNING")
+
     def crash(self, node: str) -> None:
         """Takes a node away with all that runs on it, as a power cut would."""
         marks = {f"SLURM_CONF={self.state}/slurm.conf".encode(), f"SLURMD_NODENAME={node}".encode()}

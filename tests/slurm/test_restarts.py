@@ -60,7 +60,7 @@ def test_preemption_by_a_job_of_a_higher_partition(
     _assert_same(follow(job), uninterrupted, 1)
     assert cluster.state_of(urgent) == "COMPLETED"
     shown = capsys.readouterr().err
-    assert re.search(r"is running on .*is requeued, pending .*, restart 1\n", shown, re.DOTALL)
+    assert re.search(r"is requeued, pending .*, restart 1\n", shown, re.DOTALL)
     logs = "".join(path.read_text() for path in (tmp_path / "jobs").glob("*_log.err"))
     assert "SIGUSR2, all ranks stop" in logs
     assert "is requeued (1 of at most 10)" in logs
