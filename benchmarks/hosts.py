@@ -17,6 +17,9 @@ from torchbearer_ddp import collectives, run_distributed
 
 PORT = 29400
 
+Command = tuple[list[str], dict[str, str]]
+"""What is started on a host, and its environment."""
+
 
 def run(speeds: list[str], ranks: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Measures the wide MLP over each link speed, with each number of ranks a host.
@@ -62,21 +65,28 @@ def environment(host: Host, per_host: int) -> dict[str, str]:
     }
 
 
+def launch(commands: list[Command]) -> Any:
+    """Starts one command on each host, as a user would; the first one prints the results."""
+    started = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        for command, env in commands
+    ]
+    outputs = [process.communicate(timeout=1800)[0] for process in started]
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"{commands} failed: {outputs}")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
 def _both(both: list[Host], per_host: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Starts the same command on each host, as a user would; the first one prints the results."""
-    started = []
+    commands = []
     for node, host in enumerate(both):
         command = [
             *host.command, sys.executable, "-m", "benchmarks.hosts", host.interface,
             str(rounds), str(seconds), "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", str(per_host), "--host", both[0].address, "--port", str(PORT),
         ]  # fmt: skip
-        env = environment(host, per_host)
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=1800)[0] for process in started]
-    if any(process.returncode for process in started):
-        raise RuntimeError(f"the benchmark on two hosts failed: {outputs}")
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+        commands.append((command, environment(host, per_host)))
+    found: dict[str, Any] = launch(commands)
     return found
 
 

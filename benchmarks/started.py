@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks import measure, models, steps
-from benchmarks.hosts import PORT, environment, linked
+from benchmarks.hosts import PORT, Command, environment, launch, linked
 from tests.hosts import Host
 from torchbearer_ddp import is_rank_zero, run_distributed
 
 OURS, OURS_BF16 = "ours, auto", "ours, auto, bf16"
 #: How often each way takes its turn within a launch.
 TURNS = 3
-
-Command = tuple[list[str], dict[str, str]]
-"""What is started on a host, and its environment."""
 
 
 def on_one_host(
@@ -91,7 +87,7 @@ def _by_turns(ddp: list[Command], ours: list[Command], launches: int) -> list[di
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(launches):
         for commands in (ddp, ours):
-            for model, milliseconds in _launch(commands).items():
+            for model, milliseconds in launch(commands).items():
                 for way, each in milliseconds.items():
                     found.setdefault(model, {}).setdefault(way, []).append(each)
     tables = []
@@ -99,19 +95,6 @@ def _by_turns(ddp: list[Command], ours: list[Command], launches: int) -> list[di
         results = [measure.result(way, each) for way, each in by_way.items()]
         tables.append({"model": model, "results": results, "ratios": measure.ratios(results)})
     return tables
-
-
-def _launch(commands: list[Command]) -> dict[str, dict[str, float]]:
-    """Starts one command on each host; the first one prints the results."""
-    started = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-        for command, env in commands
-    ]
-    outputs = [process.communicate(timeout=900)[0] for process in started]
-    if any(process.returncode for process in started):
-        raise RuntimeError(f"{commands} failed: {outputs}")
-    found: dict[str, dict[str, float]] = json.loads(outputs[0].splitlines()[-1])
-    return found
 
 
 def _measure(names: list[str], ways: list[str], seconds: float) -> dict[str, dict[str, float]]:

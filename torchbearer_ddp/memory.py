@@ -19,17 +19,14 @@ KEPT_BYTES = 128 * 2**20
 _MOST_BEFORE_GLIBC_2_35 = 32 * 2**20
 
 
-def keep_freed() -> bool:
-    """Lets glibc keep freed memory; False where it is another allocator, or the user's choice."""
-    if _chosen_by_the_user():
-        return False
+def keep_freed() -> None:
+    """Lets glibc keep freed memory; another allocator, or what the user chose, is left alone."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    kept = mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) or mallopt(
-        _M_MMAP_THRESHOLD, _MOST_BEFORE_GLIBC_2_35
-    )
-    return bool(kept and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+    if mallopt is None or _chosen_by_the_user():
+        return
+    if not mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES):
+        mallopt(_M_MMAP_THRESHOLD, _MOST_BEFORE_GLIBC_2_35)
+    mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _chosen_by_the_user() -> bool:

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -35,7 +36,7 @@ def telling(tell, folder, **options):
         tell(state[torchbearer.BATCH])
         steps_left = state[torchbearer.STEPS] - state[torchbearer.BATCH] - 1
         if state[torchbearer.EPOCH] == EPOCHS - 1 and not steps_left:
-            time.sleep(60)
+            threading.Event().wait(60)  # the kill comes long before
 
     train(folder, [step], **options)
 
