@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 version = re.search(
-    r'^__version__ = "(.+)"', (here / "torchbearer_ddp" / "__init__.py").read_text(), re.MULTILINE
+    r'^__version__ = "(.+)"', (here / "torchbearer_ddp" / "version.py").read_text(), re.MULTILINE
 )[1]
 
 setup(
@@ -24,7 +24,7 @@ setup(
     install_requires=[
         "torch>=2.10",
         "torchbearer>=0.5.5",
-        "submitit>=1.5.4",
+        "submitit>=1.5.4,<1.6",
         "tensorboardX>=2.6.5",
         "cloudpickle>=3",
         "numpy",

@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks import measure, models, steps
 from tests.hosts import Host, hosts
-from torchbearer_ddp import collectives, run_distributed
+from torchbearer_ddp import run_distributed
+from torchbearer_ddp.group import collectives
 
 PORT = 29400
 

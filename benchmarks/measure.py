@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.models import Case
 from benchmarks.steps import DDP, LOCAL, Steps
-from torchbearer_ddp import barrier, collectives
+from torchbearer_ddp import barrier
+from torchbearer_ddp.group import collectives
 
 
 @dataclass

@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbearer.callbacks import Callback
 
 from benchmarks.models import Case
-from torchbearer_ddp import process_group, world_size
-from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
-from torchbearer_ddp.reducer.header import Note
-from torchbearer_ddp.reducer.reducer import Options, Reducer
+from torchbearer_ddp import world_size
+from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.callbacks.model import SyncModel
+from torchbearer_ddp.gradients.header import RankReport
+from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.group import membership
 
 Steps = Callable[[int], float]
 """Runs so many steps and returns the seconds they took."""
@@ -115,14 +117,14 @@ def _averaging(way: str, model: nn.Module) -> tuple[Callable[[], None], Callable
         return _nothing, _nothing
     if way == PER_PARAMETER:
         return lambda: _per_parameter(model), _nothing
-    group = process_group.current()
+    group = membership.current()
     if group is None:
         return _nothing, _nothing
     in_order = list(model.parameters())[::-1]  # as their gradients appear
     reducer = Reducer(group, in_order, set(), Options(**_options(way)))
 
     def average() -> None:
-        reducer.reduce(Note(0))
+        reducer.reduce(RankReport(0))
 
     return average, lambda: reducer.begin(1)
 

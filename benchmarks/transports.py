@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from torchbearer_ddp import add_arguments, process_group, run_distributed
-from torchbearer_ddp.reducer.choice import choose
-from torchbearer_ddp.waiting import Wait
+from torchbearer_ddp import add_arguments, run_distributed
+from torchbearer_ddp.gradients.transports.choose import choose
+from torchbearer_ddp.group import membership
+from torchbearer_ddp.group.waiting import Wait
 
 SIZES = (1_000, 64_000, 256_000, 4_000_000, 16_000_000, 40_000_000)
 NAMES = ("gloo", "shm")
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 def measure(sizes, rounds, seconds):
     """Seconds per sum by size in bytes and transport: one figure per round."""
-    group = process_group.current()
+    group = membership.current()
     transports = {name: choose(group, name, CPU)[0] for name in NAMES}
     found = {}
     for size in sizes:

@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from torchbearer.callbacks import CosineAnnealingLR, StepLR
 
 from tests import ranks
-from torchbearer_ddp import Checkpoint, data_parallel, process_group, randomness
+from torchbearer_ddp import Checkpoint, data_parallel
+from torchbearer_ddp.data import randomness
+from torchbearer_ddp.group import membership, rendezvous
+from torchbearer_ddp.group.join import join
+from torchbearer_ddp.group.membership import Member
 
 SAMPLES = 24
 EPOCHS = 4
@@ -65,8 +69,8 @@ def build(
 ) -> torchbearer.Trial:
     torch.set_num_threads(1)
     randomness.seed_all(3)
-    if (group := process_group.current()) is not None:
-        group.parted = False  # as in a process that has just started
+    if (group := membership.current()) is not None:
+        group.rng_diverged = False  # as in a process that has just started
     model = model or network()
     gathering = torchbearer.metrics.EpochLambda("spread", spread, running=False)
     trial = torchbearer.Trial(
@@ -139,12 +143,12 @@ class Killable:
     """
 
     def __init__(self, body: Callable[[Callable[[Any], None]], Any], world_size: int) -> None:
-        self._store = process_group.serve_store("127.0.0.1", 0, 30)
+        self._store = rendezvous.serve_store("127.0.0.1", 0, 30)
         payload = cloudpickle.dumps(body)
         self._processes = []
         for rank in range(world_size):
             receiver, sender = ranks._context.Pipe(duplex=False)
-            member = process_group.Member(rank, world_size, rank, world_size, timeout=30, seed=0)
+            member = Member(rank, world_size, rank, world_size, timeout=30, seed=0)
             process = ranks._context.Process(
                 target=_killable_main, args=(payload, member, self._store.port, sender)
             )
@@ -177,7 +181,7 @@ class Killable:
 
 def _killable_main(payload: bytes, member: Any, port: int, pipe: Any) -> None:
     try:
-        process_group.join(member, "127.0.0.1", port)
+        randomness.seed_all(join(member, "127.0.0.1", port))
         cloudpickle.loads(payload)(pipe.send if member.rank == 0 else lambda told: None)
     except BaseException:
         if member.rank == 0:

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 #: Cheap ones first, so that a simple mistake is found at once.
-_ORDER = ("tests", "distributed", "launching", "faults", "slurm")
+_ORDER = (
+    "data", "metrics", "group", "gradients", "transports", "checkpoints", "callbacks", "tests",
+    "launch", "faults", "slurm",
+)  # fmt: skip
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
 _GRACE_SECONDS = 15.0
 _VARIABLES = (
@@ -29,13 +32,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        # Snippets and commands of the documentation start programs: they are not cheap.
-        if item.path.name == "test_docs.py":
-            return _ORDER.index("launching")
-        return _ORDER.index(item.path.parent.name)
-
-    items.sort(key=place)
+    items.sort(key=lambda item: _ORDER.index(item.path.parent.name))
 
 
 @pytest.fixture(scope="session", autouse=True)

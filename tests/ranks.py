@@ -25,7 +25,10 @@ from typing import Any
 
 import cloudpickle
 
-from torchbearer_ddp import process_group
+from torchbearer_ddp.data import randomness
+from torchbearer_ddp.group import rendezvous
+from torchbearer_ddp.group.join import join, leave
+from torchbearer_ddp.group.membership import Member
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes longer than most tests.
@@ -68,12 +71,12 @@ def run_ranks(
     seed: int | None = 0,
 ) -> list[Any]:
     """Runs a function on every rank and returns what they returned, by rank."""
-    store = process_group.serve_store("127.0.0.1", 0, group_timeout)
+    store = rendezvous.serve_store("127.0.0.1", 0, group_timeout)
     payload = cloudpickle.dumps((body, args, kwargs or {}))
     processes, pipes = [], []
     for rank in range(world_size):
         receiver, sender = _context.Pipe(duplex=False)
-        member = process_group.Member(
+        member = Member(
             rank=rank,
             world_size=world_size,
             local_rank=rank,
@@ -122,12 +125,12 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
     return [cloudpickle.loads(results[rank]) for rank in range(len(pipes))]
 
 
-def _rank_main(payload: bytes, member: process_group.Member, port: int, pipe: Connection) -> None:
+def _rank_main(payload: bytes, member: Member, port: int, pipe: Connection) -> None:
     try:
-        process_group.join(member, "127.0.0.1", port)
+        randomness.seed_all(join(member, "127.0.0.1", port))
         body, args, kwargs = cloudpickle.loads(payload)
         result = cloudpickle.dumps(body(*args, **kwargs))
-        process_group.leave()
+        leave()
         pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import torchbearer_ddp
-from tests.launching.programs import free_port
+from tests.processes import free_port
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchbearer_ddp"

@@ -2,15 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torchbearer_ddp.arguments import add_arguments
 from torchbearer_ddp.callbacks.checkpoint import Checkpoint
+from torchbearer_ddp.callbacks.data import ShardData, shard
 from torchbearer_ddp.callbacks.flatten import Flatten
+from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
+from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.callbacks.parallel import data_parallel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
-from torchbearer_ddp.callbacks.shard import ShardData, shard
-from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
-from torchbearer_ddp.collectives import (
+from torchbearer_ddp.errors import (
+    CheckpointError,
+    DesyncError,
+    DistributedError,
+    LaunchError,
+    WorkerError,
+)
+from torchbearer_ddp.group.collectives import (
     barrier,
     device,
     is_rank_zero,
@@ -19,20 +26,13 @@ from torchbearer_ddp.collectives import (
     rank_zero_first,
     world_size,
 )
-from torchbearer_ddp.errors import (
-    CheckpointError,
-    DesyncError,
-    DistributedError,
-    LaunchError,
-    WorkerError,
-)
-from torchbearer_ddp.launch import run_distributed
-from torchbearer_ddp.slurm import submit_slurm
+from torchbearer_ddp.launch.flags import add_arguments
+from torchbearer_ddp.launch.run import run_distributed
+from torchbearer_ddp.launch.submission import submit_slurm
+from torchbearer_ddp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchbearer_ddp.callbacks.tensorboard import TensorBoard
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",

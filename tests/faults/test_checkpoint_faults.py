@@ -20,10 +20,11 @@ from torchbearer.callbacks import on_step_training
 from tests import ranks as ranks_module
 from tests.checkpoint_runs import EPOCHS, Killable, assert_same, build, train
 from tests.ranks import ranks, run_ranks
-from torchbearer_ddp import Checkpoint, CheckpointError, collectives
+from torchbearer_ddp import Checkpoint, CheckpointError
 from torchbearer_ddp.checkpoints import file
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.writer import finish_writing
+from torchbearer_ddp.group import collectives
 
 KILLS = int(os.environ.get("TORCHBEARER_DDP_KILLS", "50"))
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching.programs import Program, bound, until
-from torchbearer_ddp import debug
-from torchbearer_ddp.arguments import make_plan, merge, read_flags
+from tests.processes import Program, bound, until
+from torchbearer_ddp.group import debug
+from torchbearer_ddp.launch.flags import merge, read_flags
+from torchbearer_ddp.launch.plan import make_plan
 
 TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
 HOST = socket.gethostname()

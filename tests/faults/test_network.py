@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.hosts import hosts
-from tests.launching.programs import Program, bound, free_port, until
+from tests.processes import Program, bound, free_port, until
 
 TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
 CUT_SECONDS = 3.0

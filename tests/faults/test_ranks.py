@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching.programs import Program, bound, free_port, until
+from tests.processes import Program, bound, free_port, until
 
 TRAINING = str(Path(__file__).with_name("training.py"))
 #: Every rank is gone this long after the fault, or after the timeout that finds it.

@@ -13,14 +13,8 @@ import torchbearer
 from torch.utils.data import DataLoader, Dataset
 
 from tests.faults.training import launch, train
-from torchbearer_ddp import (
-    ShardData,
-    SyncGradients,
-    WorkerError,
-    collectives,
-    data_parallel,
-    run_distributed,
-)
+from torchbearer_ddp import ShardData, SyncGradients, WorkerError, data_parallel, run_distributed
+from torchbearer_ddp.group import collectives
 
 HOST = socket.gethostname()
 

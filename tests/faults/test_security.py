@@ -12,9 +12,10 @@ import torch
 
 import torchbearer_ddp
 from tests.faults.training import launch, train
-from tests.launching.programs import Program
+from tests.processes import Program
 from tests.ranks import run_ranks
-from torchbearer_ddp import WorkerError, collectives
+from torchbearer_ddp import WorkerError
+from torchbearer_ddp.group import collectives
 
 PACKAGE = Path(torchbearer_ddp.__file__).parent
 TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.training import launch, train
-from tests.launching.programs import bound
+from tests.processes import bound
 from tests.ranks import run_ranks
 from torchbearer_ddp import WorkerError, rank
 from torchbearer_ddp.checkpoints import file

@@ -9,11 +9,11 @@ import torchbearer
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN, on_step_training
 
 from tests.faults.training import train
-from tests.launching.programs import Program, bound, until
+from tests.processes import Program, bound, until
 from tests.ranks import run_ranks
-from torchbearer_ddp import collectives
 from torchbearer_ddp.checkpoints import file
-from torchbearer_ddp.signals import ECHO_SECONDS
+from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group.stop_request import ECHO_SECONDS
 
 
 @on_step_training

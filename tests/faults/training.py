@@ -19,7 +19,8 @@ import torchbearer
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp import Checkpoint, add_arguments, collectives, data_parallel, run_distributed
+from torchbearer_ddp import Checkpoint, add_arguments, data_parallel, run_distributed
+from torchbearer_ddp.group import collectives
 
 #: How long an event of this kind holds its rank up.
 SLOW_SECONDS = 0.3

@@ -17,7 +17,7 @@ import pytest
 
 from tests.requirements import needs_slurm
 from tests.slurm import training
-from torchbearer_ddp.slurm import submit_slurm
+from torchbearer_ddp.launch.submission import submit_slurm
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parent.parent

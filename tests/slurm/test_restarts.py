@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from torchbearer_ddp.slurm_job import follow
 
 from tests.slurm import training
 from torchbearer_ddp.errors import WorkerError
-from torchbearer_ddp.slurm import submit_slurm
-from torchbearer_ddp.slurm_job import follow
+from torchbearer_ddp.launch.submission import submit_slurm
 
 _RANKS = range(4)
 

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from tests.slurm import training
 from tests.slurm.conftest import PATIENCE
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.slurm import submit_slurm
-from torchbearer_ddp.slurm_job import SlurmJob
+from torchbearer_ddp.launch.submission import submit_slurm
+from torchbearer_ddp.slurm.job import SlurmJob
 
 pytestmark = pytest.mark.filterwarnings("ignore:No Checkpoint was found")
 

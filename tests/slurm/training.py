@@ -12,7 +12,8 @@ import torch
 import torchbearer
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp import Checkpoint, collectives, data_parallel, signals
+from torchbearer_ddp import Checkpoint, data_parallel
+from torchbearer_ddp.group import collectives, stop_request
 
 _PATIENCE = 120.0
 
@@ -40,7 +41,7 @@ class Hold(Callback):
         if self._left and self._steps == self._left[0][0]:
             self._left[0][1].touch()
             deadline = time.monotonic() + _PATIENCE
-            while not signals.requested() and time.monotonic() < deadline:
+            while not stop_request.requested() and time.monotonic() < deadline:
                 time.sleep(0.02)
 
 

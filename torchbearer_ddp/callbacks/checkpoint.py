@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 
 import torchbearer
 
-from torchbearer_ddp import collectives, process_group, signals
-from torchbearer_ddp.announce import announce
-from torchbearer_ddp.callbacks.ordering import FIRST, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.checkpoints import contents, file, finding, folder, position, rank_state
 from torchbearer_ddp.checkpoints.best import Best
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.folder import Folder
-from torchbearer_ddp.checkpoints.lookout import Answer, Lookout
-from torchbearer_ddp.checkpoints.plain import Copier
-from torchbearer_ddp.checkpoints.resumption import Resumption, data_plan
+from torchbearer_ddp.checkpoints.resume import Resume, data_plan
+from torchbearer_ddp.checkpoints.schedule import Answer, SaveSchedule
+from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
+from torchbearer_ddp.group import collectives, stop_request
+from torchbearer_ddp.group.join import versions
+from torchbearer_ddp.log import announce
 
 
 class Checkpoint(OrderedCallback):
@@ -103,11 +104,11 @@ class Checkpoint(OrderedCallback):
         self._resume = resume
         self._background = background
         self._writer = Writer()
-        self._copier = Copier(borrow=not background)
-        self._lookout = Lookout(every_seconds)
+        self._snapshot = Snapshot(borrow=not background)
+        self._schedule = SaveSchedule(every_seconds)
         self._opened = False
         self._running = False
-        self._resumption: Resumption | None = None
+        self._resumed: Resume | None = None
         self._trace: position.Trace | None = None
         self._epoch_steps: int | None = None
         self._cut_short = False
@@ -153,36 +154,36 @@ class Checkpoint(OrderedCallback):
             self._opened = True
             path, payload = collectives.from_rank_zero(self._find, "a checkpoint")
             if payload is not None:
-                self._resumption = Resumption(path, payload)
-                self._resumption.start(state)
-                self._global_step = self._saved_step = self._resumption.global_step
-        self._lookout.begin(self._global_step, writing=False)
+                self._resumed = Resume(path, payload)
+                self._resumed.start(state)
+                self._global_step = self._saved_step = self._resumed.global_step
+        self._schedule.begin(self._global_step, writing=False)
 
     def on_start_epoch(self, state: Any) -> None:
         """After all have started, and before the epoch's loader is: schedulers exist by now."""
         if not self._running:
             return
         self._cut_short = False
-        if self._resumption is not None:
-            self._resumption.start_epoch(state)
+        if self._resumed is not None:
+            self._resumed.start_epoch(state)
         self._trace = position.Trace(state)
 
     def on_start_training(self, state: Any) -> None:
         """The loader has been started and the metrics are empty: go to the middle of the epoch."""
         self._epoch_steps = state[torchbearer.STEPS]
-        if self._resumption is not None and self._trace is not None:
-            self._resumption.continue_epoch(state, self._trace)
-            self._resumption = None
+        if self._resumed is not None and self._trace is not None:
+            self._resumed.continue_epoch(state, self._trace)
+            self._resumed = None
 
     def on_step_training(self, state: Any) -> None:
         """Behind everybody: schedulers have stepped, and a stop is agreed."""
         self._global_step += 1
         if self._trace is not None:
             self._trace.stepped(state)
-        if collectives.world_size() == 1 and signals.requested() is not None:
+        if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = not _holds_gradients(state)  # with them, not before
         due = self._every_steps is not None and self._global_step % self._every_steps == 0
-        if self._lookout.is_due(self._global_step):
+        if self._schedule.is_due(self._global_step):
             due = self._ask() or due
         self._is_due = self._is_due or due or self._is_stopped_by_signal(state)
         if self._is_due and not _holds_gradients(state):
@@ -199,7 +200,7 @@ class Checkpoint(OrderedCallback):
 
     def on_checkpoint(self, state: Any) -> None:
         """The epoch is in the history, and every callback is done with it."""
-        if collectives.world_size() == 1 and signals.requested() is not None:
+        if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = True
         self._raise_write_error()
         names = self._names_for_epoch(state) if collectives.is_rank_zero() else []
@@ -211,9 +212,9 @@ class Checkpoint(OrderedCallback):
         """The run is not over before its last checkpoint stands."""
         if not self._running:
             return
-        if self._resumption is not None:  # there was no epoch left to do
-            self._resumption.start_epoch(state)
-        self._resumption = None
+        if self._resumed is not None:  # there was no epoch left to do
+            self._resumed.start_epoch(state)
+        self._resumed = None
         unsaved = self._saved_step != self._global_step
         epoch_is_open = len(state[torchbearer.HISTORY]) == state[torchbearer.EPOCH]
         if unsaved and epoch_is_open and self._is_stopped_by_signal(state):
@@ -224,7 +225,7 @@ class Checkpoint(OrderedCallback):
         self._running = False
         self._folder.close()
         if collectives.world_size() == 1:
-            signals.stop_asking()
+            stop_request.stop_polling()
 
     def save_now(self, state: Any) -> None:
         """Saves after a training step, whatever the schedule says; every rank must call it.
@@ -300,7 +301,7 @@ class Checkpoint(OrderedCallback):
                 self._writer.wait()  # its copies are written over now
                 if (failure := self._writer.take_error()) is not None:
                     raise failure
-                payload = contents.collect(state, self._copier)
+                payload = contents.collect(state, self._snapshot)
             mine = rank_state.collect(state, mid_epoch=mid_epoch)
             if mid_epoch and self._trace is not None:
                 mine["epoch"] = self._trace.collect(state)
@@ -320,7 +321,7 @@ class Checkpoint(OrderedCallback):
             self._writer.start(lambda: self._write(payload, names, label))
         self._saved_step = self._global_step
         self._is_due = False
-        self._lookout.begin(self._global_step, writing=self._background)
+        self._schedule.begin(self._global_step, writing=self._background)
         if not self._background:
             if collectives.is_rank_zero():
                 self._writer.wait()
@@ -343,7 +344,7 @@ class Checkpoint(OrderedCallback):
             "global_step": self._global_step,
             "sampler": {"epoch": epochs, "position": batch},
             **data_plan(state),
-            "versions": {"python": sys.version.split()[0], **process_group.versions()},
+            "versions": {"python": sys.version.split()[0], **versions()},
         }
 
     def _ask(self) -> bool:
@@ -351,9 +352,9 @@ class Checkpoint(OrderedCallback):
         answer = None
         if collectives.is_rank_zero():
             busy, failed = self._writer.busy, self._writer.has_failed
-            answer = asdict(self._lookout.answer(self._global_step, busy=busy, failed=failed))
+            answer = asdict(self._schedule.answer(self._global_step, busy=busy, failed=failed))
         said = Answer(**collectives.all_gather(answer, "the checkpoint's clock")[0])
-        self._lookout.heard(said)
+        self._schedule.heard(said)
         if said.failed:
             self._raise_write_error()
         return said.save
@@ -366,7 +367,7 @@ class Checkpoint(OrderedCallback):
         """Asked only where all ranks leave the loop at this step, so that all of them ask."""
         if not state[torchbearer.STOP_TRAINING]:
             return False
-        return collectives.any_rank(signals.received() is not None, "a stop by a signal")
+        return collectives.any_rank(stop_request.received() is not None, "a stop by a signal")
 
 
 def _require_positive(**given: float | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torchbearer
 
-from torchbearer_ddp.callbacks.ordering import OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import OrderedCallback
 
 
 class Flatten(OrderedCallback):

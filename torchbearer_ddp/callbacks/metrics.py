@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torchbearer
 from torchbearer.callbacks import AggregatePredictions
 
-from torchbearer_ddp import collectives, predictions
 from torchbearer_ddp.callbacks import progress
-from torchbearer_ddp.callbacks.ordering import FIRST, OrderedCallback
-from torchbearer_ddp.loaders import share_of
-from torchbearer_ddp.metrics import PooledMetricList
+from torchbearer_ddp.callbacks.callback_order import FIRST, OrderedCallback
+from torchbearer_ddp.data.loaders import share_of
+from torchbearer_ddp.group import collectives
+from torchbearer_ddp.metrics import predictions
+from torchbearer_ddp.metrics.pooled_list import PooledMetricList
 
 
 class SyncMetrics(OrderedCallback):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchbearer_ddp.callbacks.callback_order import OrderedCallback
+from torchbearer_ddp.callbacks.data import ShardData
+from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
-from torchbearer_ddp.callbacks.ordering import OrderedCallback
-from torchbearer_ddp.callbacks.shard import ShardData
-from torchbearer_ddp.callbacks.sync import SyncGradients, SyncModel
+from torchbearer_ddp.callbacks.model import SyncModel
 
 
 def data_parallel(*, shard: bool = True, **options: Any) -> list[OrderedCallback]:

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from torchbearer.callbacks import Callback, Tqdm
 from torchbearer.trial import CallbackListInjection
 
-from torchbearer_ddp import collectives
-from torchbearer_ddp.loaders import share_of
+from torchbearer_ddp.data.loaders import share_of
+from torchbearer_ddp.group import collectives
 
 
 class SamplesTqdm(Tqdm):  # type: ignore[misc]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp import collectives
-from torchbearer_ddp.callbacks.ordering import HOOKS, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import HOOKS, OrderedCallback
+from torchbearer_ddp.group import collectives
 
 
 class RankZeroOnly(Callback):  # type: ignore[misc]

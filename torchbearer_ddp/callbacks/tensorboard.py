@@ -19,11 +19,12 @@ from tensorboardX.proto.summary_pb2 import Summary
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp import collectives, randomness
-from torchbearer_ddp.callbacks.sync import SyncGradients
-from torchbearer_ddp.event_file import EventFile
-from torchbearer_ddp.metrics import batch_size
-from torchbearer_ddp.reducer.reducer import Timing
+from torchbearer_ddp.callbacks.event_file import EventFile
+from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.data import randomness
+from torchbearer_ddp.data.batch import batch_size
+from torchbearer_ddp.gradients.reducer import Timing
+from torchbearer_ddp.group import collectives
 
 _GLOBAL_STEP = "global_step"
 

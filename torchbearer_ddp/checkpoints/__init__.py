@@ -1,1 +1,1 @@
-"""What stands behind :class:`~torchbearer_ddp.Checkpoint`: files, folder, and contents."""
+"""Checkpoints: the file, the folder, what is saved, when, and how a run resumes."""

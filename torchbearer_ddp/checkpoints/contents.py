@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchbearer.callbacks import CallbackList
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
-from torchbearer_ddp.checkpoints.plain import Copier
+from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.errors import CheckpointError
 
 SECTION = "torchbearer_ddp"
@@ -29,12 +29,12 @@ _NAMED_DIFFERENCES = 4
 _OURS = "Checkpoint"
 
 
-def collect(state: Any, copier: Copier) -> dict[str, Any]:
+def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
     """A copy of everything but what each rank has for itself.
 
     Args:
         state: The state of the running Trial.
-        copier: Takes the copies.
+        snapshot: Takes the copies.
 
     Raises:
         CheckpointError: If something cannot be saved; the message names it.
@@ -52,7 +52,7 @@ def collect(state: Any, copier: Copier) -> dict[str, Any]:
             "criterion": criterion.state_dict() if isinstance(criterion, torch.nn.Module) else {},
         },
     }
-    copied: dict[str, Any] = copier.copy(live, "checkpoint")
+    copied: dict[str, Any] = snapshot.copy(live, "checkpoint")
     return copied
 
 
@@ -275,5 +275,5 @@ def from_torchbearer(loaded: Any) -> dict[str, Any]:
         kinds = [kind.__name__ for kind in listed[CallbackList.CALLBACK_TYPES]]
         states = listed[CallbackList.CALLBACK_STATES]
         payload[SECTION] = {"callbacks": _numbered(zip(kinds, states, strict=True))}
-    plain: dict[str, Any] = Copier().copy(payload, "checkpoint")
+    plain: dict[str, Any] = Snapshot().copy(payload, "checkpoint")
     return plain

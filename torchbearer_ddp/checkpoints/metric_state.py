@@ -16,7 +16,7 @@ from torchbearer.bases import Callback, Metric
 from torchbearer.metrics import EpochLambda
 from torchbearer.state import StateKey
 
-from torchbearer_ddp import pooling
+from torchbearer_ddp.metrics import pooling
 
 _PLAIN = (type(None), bool, int, float, str)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, deque)}

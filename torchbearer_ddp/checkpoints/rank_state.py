@@ -10,9 +10,10 @@ import numpy
 import torch
 import torchbearer
 
-from torchbearer_ddp import collectives, randomness, replicas
 from torchbearer_ddp.checkpoints import contents, metric_state
-from torchbearer_ddp.checkpoints.plain import Copier
+from torchbearer_ddp.checkpoints.snapshot import Snapshot
+from torchbearer_ddp.data import randomness
+from torchbearer_ddp.group import collectives, replicas
 
 #: How far and how wide to look for generators in a loader: a list of transforms, not of samples.
 _DEPTH = 6
@@ -100,7 +101,7 @@ def collect(state: Any, *, mid_epoch: bool) -> dict[str, Any]:
     return {
         "generators": generators(state),
         "metrics": metric_state.collect(state[torchbearer.METRIC_LIST], mid_epoch=mid_epoch),
-        "history": Copier().copy(state[torchbearer.HISTORY], "history"),
+        "history": Snapshot().copy(state[torchbearer.HISTORY], "history"),
     }
 
 

@@ -1,0 +1,489 @@
+"""Checkpoint on real ranks: what is in a file, and how runs continue from it."""
+
+import functools
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torchbearer
+from torchbearer.callbacks import (
+    EarlyStopping,
+    LambdaLR,
+    MultiStepLR,
+    TorchScheduler,
+    on_sample,
+    on_step_training,
+)
+
+from tests.checkpoint_runs import assert_same, build, network, outcome, train
+from tests.ranks import ranks, run_ranks
+from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly
+from torchbearer_ddp.checkpoints import contents, file
+from torchbearer_ddp.checkpoints.schedule import SaveSchedule
+from torchbearer_ddp.checkpoints.writer import finish_writing
+from torchbearer_ddp.group import collectives, stop_request
+
+
+class Stopped(Exception):
+    pass
+
+
+def failing(at):
+    """A callback that fails at the given batch, counted over all epochs."""
+    left = [at]
+
+    @on_sample
+    def fail(state):
+        left[0] -= 1
+        if not left[0]:
+            raise Stopped
+
+    return fail
+
+
+def interrupted(folder, at, **options):
+    with pytest.raises(Stopped):
+        train(folder, [failing(at)], **options)
+    finish_writing()
+
+
+def names(folder):
+    return {path.name for path in folder.glob("*.pt")}
+
+
+@pytest.mark.parametrize(
+    ("at", "options"),
+    [
+        (2, {"every_steps": 1}),
+        (13, {"every_steps": 3}),
+        (17, {"every_steps": 8}),  # the last step of an epoch is done, its validation is not
+        (25, {}),
+        (13, {"every_steps": 3, "workers": 2}),
+        (32, {"every_steps": 3, "steps": 19}),  # the loader starts over within an epoch
+        (21, {"every_seconds": 1e-9, "background": False}),
+    ],
+)
+def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path, at, options):
+    sizes = {key: options[key] for key in ("workers", "steps") if key in options}
+    expected = train(**sizes)
+    interrupted(tmp_path, at, **options)
+    # Whatever happens in between is forgotten: the generators are those of the checkpoint.
+    torch.rand(7)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert_same(train(tmp_path, **options), expected)
+
+
+def one_cycle():
+    builder = functools.partial(
+        torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40, three_phase=True
+    )
+    return TorchScheduler(builder, step_on_batch=True)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda: LambdaLR(lambda epoch: 1 / (1 + epoch)),
+        lambda: MultiStepLR([3, 9, 20], step_on_batch=True),
+        one_cycle,
+    ],
+)
+def test_schedulers_that_set_the_rate_when_they_are_made(tmp_path, scheduler):
+    expected = train(callbacks=[scheduler()])
+    with pytest.raises(Stopped):
+        train(tmp_path, [scheduler(), failing(21)], every_steps=4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert_same(train(tmp_path, [scheduler()]), expected)
+
+
+def test_saving_changes_nothing(tmp_path):
+    assert_same(train(tmp_path, every_steps=2, every_seconds=1e-9), train())
+
+
+def test_batches_go_on_where_they_were(tmp_path):
+    seen = []
+
+    @on_step_training
+    def note(state):
+        seen.append([int(state[k]) for k in (torchbearer.EPOCH, torchbearer.BATCH)])
+        assert state[torchbearer.STEPS] == 8
+
+    with pytest.raises(Stopped):
+        train(tmp_path, [note, failing(13)], every_steps=4)
+    finish_writing()
+    train(tmp_path, [note], every_steps=4)
+    assert seen == [[epoch, batch] for epoch in range(4) for batch in range(8)]
+
+
+@ranks(2)
+def test_ranks_continue_bit_for_bit(tmp_path):
+    expected = train()
+    for folder, at, options in (
+        ("steps", 7, {"every_steps": 3}),
+        ("epochs", 11, {}),
+        ("workers", 6, {"every_steps": 2, "workers": 1}),
+    ):
+        if "workers" in options:
+            expected = train(workers=1)
+        interrupted(tmp_path / folder, at, **options)
+        collectives.barrier()
+        torch.rand(collectives.rank())
+        assert_same(train(tmp_path / folder, **options), expected)
+    assert {"epoch-0004.pt", "latest"} <= {p.name for p in (tmp_path / "epochs").iterdir()}
+
+
+@ranks(2)
+def test_a_file_is_the_state_at_its_step_and_batch_norm_agrees(tmp_path):
+    at_step = {}
+
+    @on_step_training
+    def note(state):
+        if state[torchbearer.EPOCH] == 0:
+            at_step[state[torchbearer.BATCH] + 1] = {
+                name: t.clone() for name, t in state[torchbearer.MODEL].state_dict().items()
+            }
+
+    train(tmp_path, [note], epochs=1, every_steps=1, keep=None)
+    collectives.barrier()
+    for step, live in at_step.items():
+        payload = file.read(tmp_path / f"step-{step:07d}.pt")
+        assert payload["torchbearer_ddp"]["batch"] == step
+        own = payload["torchbearer_ddp"]["ranks"][collectives.rank()]["buffers"]
+        assert set(own) == {"1.running_mean", "1.running_var"}
+        everyone = collectives.all_gather(live["1.running_mean"], "means")
+        assert not torch.equal(everyone[0], everyone[1])
+        assert torch.allclose(payload["model"]["1.running_mean"], sum(everyone) / 2)
+        for name, value in live.items():
+            assert torch.equal(own.get(name, payload["model"][name]), value)
+
+
+def test_the_number_of_ranks_may_change(tmp_path):
+    run_ranks(lambda: interrupted(tmp_path, 7, every_steps=3), 2)
+    trial = build(Checkpoint(tmp_path))
+    with pytest.warns(UserWarning, match=r"world size 2 then and 1 now.*epoch begins again"):
+        trial.run(4)
+    assert len(trial.state[torchbearer.HISTORY]) == 4
+
+    def three():
+        return train(tmp_path, epochs=5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for found in run_ranks(three, 3):
+            assert len(found["history"]) == 5
+            assert found["history"][:4] == trial.state[torchbearer.HISTORY]
+
+
+def test_plain_torchbearer_and_plain_torch_load_a_file(tmp_path):
+    trained = train(tmp_path, epochs=2)
+    script = """
+import sys, torch, torchbearer
+from torchbearer.callbacks import StepLR
+payload = torch.load(sys.argv[1], weights_only=True)
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16),
+                               torch.nn.Dropout(0.3), torch.nn.Linear(16, 2))
+model = net()
+trial = torchbearer.Trial(model, torch.optim.Adam(model.parameters()), callbacks=[StepLR(1)])
+trial.load_state_dict(payload)
+plain = net()
+plain.load_state_dict(payload['model'])
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+assert not any(name.startswith('torchbearer_ddp') for name in sys.modules)
+print(len(trial.state[torchbearer.HISTORY]), plain[0].weight.detach().double().sum().item())
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "latest")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["2", str(float(trained["0.weight"].double().sum()))]
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.compile])
+def test_wrappers_leave_no_trace_in_the_names(wrap):
+    inner = network()
+    model = torch.nn.Sequential(wrap(inner), torch.nn.Linear(2, 2))
+    for wrapped, plain in ((wrap(inner), inner), (model, torch.nn.Sequential(inner, model[1]))):
+        saved = contents.model_state(wrapped)
+        assert saved.keys() == plain.state_dict().keys()
+        other = {name: t + 1 for name, t in saved.items()}
+        contents.load_model(wrapped, other)
+        assert all(torch.equal(t, other[name]) for name, t in plain.state_dict().items())
+        assert contents.unwrapped(wrap(inner)) is inner
+
+
+def test_tied_parameters_are_saved_once(tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+    model[1].weight = model[0].weight
+    build(Checkpoint(tmp_path), model=model).run(1)
+    saved = file.read(tmp_path / "latest")["model"]
+    assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr()
+    assert saved["0.weight"].data_ptr() != saved["2.weight"].data_ptr()
+
+
+def test_resume_true_false_and_a_path(tmp_path, capsys):
+    with pytest.raises(CheckpointError, match=r"resume=True, but there is no checkpoint in"):
+        train(tmp_path, resume=True)
+    expected = train(tmp_path, epochs=2, resume=False)
+    text = capsys.readouterr().err
+    assert "continuing" not in text
+    with pytest.raises(CheckpointError, match=r"resume=False .* epoch-0002\.pt"):
+        train(tmp_path, resume=False)
+    assert_same(train(tmp_path, epochs=2, resume=True), expected)
+    text = capsys.readouterr().err
+    assert text.count("continuing from") == 1
+    assert "to start afresh" in text
+    # From the first epoch's file into another folder; and a file that is not there.
+    first = tmp_path / "epoch-0001.pt"
+    assert_same(train(tmp_path / "other", epochs=2, resume=first), expected)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(No such file"):
+        train(tmp_path / "third", resume=str(tmp_path / "epoch-0009.pt"))
+
+
+def test_the_same_trial_goes_on_with_what_it_has(tmp_path):
+    trial = build(Checkpoint(tmp_path, resume=False))
+    trial.run(2)
+    with torch.no_grad():
+        trial.state[torchbearer.MODEL][0].weight.zero_()
+    trial.run(2)
+    assert not trial.state[torchbearer.MODEL][0].weight.any()
+    trial.run(3)
+    assert names(tmp_path) >= {"epoch-0002.pt", "epoch-0003.pt"}
+
+
+def test_evaluate_and_predict_neither_resume_nor_save(tmp_path):
+    train(tmp_path, epochs=1)
+    trial = build(Checkpoint(tmp_path))
+    before = trial.state[torchbearer.MODEL][0].weight.clone()
+    trial.evaluate()
+    assert torch.equal(trial.state[torchbearer.MODEL][0].weight, before)
+    assert names(tmp_path) == {"epoch-0001.pt", "best-val_loss.pt"}
+    trial.run(2)
+    assert len(trial.state[torchbearer.HISTORY]) == 2
+
+
+def test_a_changed_list_of_callbacks_is_matched_by_name(tmp_path):
+    stopping = EarlyStopping(monitor="loss", patience=50)
+    train(tmp_path, [stopping, RankZeroOnly(EarlyStopping(monitor="acc"))], epochs=2)
+    again = EarlyStopping(monitor="loss", patience=50)
+
+    @on_sample
+    def added(state):
+        pass
+
+    trial = build(added, again, Checkpoint(tmp_path))
+    with pytest.warns(
+        UserWarning, match=r"no longer there: RankZeroOnly\(EarlyStopping\); new.*LambdaCallback"
+    ) as found:
+        trial.run(2)
+    assert len([w for w in found if "callbacks are not" in str(w.message)]) == 1
+    assert again.best == stopping.best != float("inf")
+
+
+def test_a_state_that_is_not_plain_is_refused_with_its_place(tmp_path):
+    class Odd(torchbearer.callbacks.Callback):
+        def state_dict(self):
+            return {"thing": threading.Event}
+
+    with pytest.raises(CheckpointError, match=r"\['Odd'\]\['thing'\] is a builtins.type"):
+        train(tmp_path, [Odd()], epochs=1)
+
+
+def test_another_model_s_file_is_refused(tmp_path):
+    train(tmp_path, epochs=1)
+    other = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 2))
+    trial = build(Checkpoint(tmp_path), model=other)
+    before = other[0].weight.clone()
+    with pytest.raises(CheckpointError, match=r"epoch-0001\.pt.*not of this model.*0\.bias has"):
+        trial.run(2)
+    assert torch.equal(other[0].weight, before)
+
+
+def test_the_best_epochs_are_kept(tmp_path):
+    values = iter([3.0, 1.0, float("nan"), 2.0, 0.5])
+
+    @torchbearer.callbacks.on_end_epoch
+    def fake(state):
+        state[torchbearer.METRICS]["val_loss"] = next(values)
+        state[torchbearer.METRICS]["val_acc"] = 0.5
+
+    for epochs in (3, 5):
+        trial = build(fake, Checkpoint(tmp_path, keep=1, monitor=("val_loss", "val_acc")))
+        trial.run(epochs)
+        label = file.read_label(tmp_path / "best-val_loss.pt")
+        assert label.epochs == {3: 2, 5: 5}[epochs]
+    assert names(tmp_path) == {"epoch-0005.pt", "best-val_loss.pt", "best-val_acc.pt"}
+    assert file.read_label(tmp_path / "best-val_acc.pt").epochs == 1
+
+
+def test_a_monitor_that_is_no_metric_is_named_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"monitor='val_typo'\).*val_loss") as found:
+        train(tmp_path, epochs=2, monitor="val_typo")
+    assert len([w for w in found if "val_typo" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"keep": -1}, "keep is -1"),
+        ({"mode": "up"}, "mode is 'up'"),
+        ({"monitor": ["a/b", "a_b"]}, "share the file"),
+    ],
+)
+def test_bad_arguments(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path, **options)
+
+
+def test_two_callbacks_on_one_folder_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a folder of its own"):
+        build(Checkpoint(tmp_path), Checkpoint(tmp_path / "."))
+
+
+@ranks(2)
+def test_torchbearer_s_own_checkpoints_load_with_trust(tmp_path):
+    path = tmp_path / "own.pt"
+    stopping = EarlyStopping(monitor="loss", patience=50)
+    trial = build(stopping, RankZeroOnly(torchbearer.callbacks.MostRecent(str(path))))
+    trial.run(2)
+    collectives.barrier()
+    again = EarlyStopping(monitor="loss", patience=50)
+    other = build(again)
+    with pytest.raises(CheckpointError, match=r"nothing in it was run.*trust=True"):
+        Checkpoint.load(other, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Checkpoint.load(other, path, trust=True)
+    histories = collectives.all_gather(trial.state[torchbearer.HISTORY], "the histories")
+    assert other.state[torchbearer.HISTORY] == histories[0]
+    for name in ("0.weight", "exp_avg.0"):
+        assert torch.equal(outcome(other)[name], outcome(trial)[name])
+    assert again.best == stopping.best
+
+
+def test_load_takes_our_files_and_bare_weights(tmp_path):
+    expected = train(tmp_path, epochs=1)
+    trial = Checkpoint.load(build(), tmp_path / "best-val_loss.pt")
+    assert torch.equal(trial.state[torchbearer.MODEL][0].weight, expected["0.weight"])
+    bare = {f"module.{k}": v + 1 for k, v in trial.state[torchbearer.MODEL].state_dict().items()}
+    torch.save(bare, tmp_path / "bare.pt")
+    Checkpoint.load(trial, tmp_path / "bare.pt")
+    assert torch.equal(trial.state[torchbearer.MODEL][0].weight, expected["0.weight"] + 1)
+
+
+@ranks(2)
+def test_a_stop_by_a_signal_is_saved_and_continued(tmp_path):
+    expected = train()
+
+    @on_sample
+    def stop(state):
+        place = (collectives.rank(), state[torchbearer.EPOCH], state[torchbearer.BATCH])
+        if place == (1, 1, 1):
+            stop_request.request(15)
+
+    train(tmp_path, [stop], every_epochs=None, monitor=None)
+    stop_request.reset()
+    collectives.barrier()
+    assert names(tmp_path) == {"step-0000006.pt"}
+    assert_same(train(tmp_path, every_epochs=None, monitor=None), expected)
+
+
+@ranks(2)
+def test_a_stop_by_a_signal_with_the_last_step_of_an_epoch(tmp_path):
+    expected = train()
+
+    @on_step_training
+    def stop(state):
+        if state[torchbearer.EPOCH] == 1 and state[torchbearer.BATCH] == 3:
+            stop_request.request(15)
+
+    train(tmp_path, [stop], every_epochs=None, monitor=None)
+    stop_request.reset()
+    collectives.barrier()
+    assert names(tmp_path) == {"step-0000008.pt"}
+    assert_same(train(tmp_path, every_epochs=None, monitor=None), expected)
+
+
+@ranks(2)
+def test_a_save_waits_for_accumulated_gradients(tmp_path):
+    expected = train(accumulate=2)
+    interrupted(tmp_path, 8, accumulate=2, every_steps=3)
+    collectives.barrier()
+    assert "step-0000004.pt" in names(tmp_path)
+    assert "step-0000003.pt" not in names(tmp_path)
+    assert_same(train(tmp_path, accumulate=2, every_steps=3), expected)
+
+
+def test_a_stop_by_a_signal_waits_for_accumulated_gradients(tmp_path):
+    expected = train(accumulate=3)
+
+    @on_sample
+    def stop(state):
+        if state[torchbearer.EPOCH] == 1 and state[torchbearer.BATCH] == 3:
+            stop_request.request(15)
+
+    train(tmp_path, [stop], accumulate=3, every_epochs=None, monitor=None)
+    stop_request.reset()
+    assert names(tmp_path) == {"step-0000014.pt"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert_same(train(tmp_path, accumulate=3), expected)
+
+
+@ranks(2)
+def test_time_decides_on_all_ranks_alike(tmp_path):
+    stepped = []
+
+    @on_step_training
+    def pace(state):
+        # A slow rank must not save at another step than a fast one.
+        time.sleep(0.02 + 0.01 * collectives.rank())
+        stepped.append(time.monotonic())
+
+    train(tmp_path, [pace], every_seconds=0.2, every_epochs=None, monitor=None, keep=None)
+    seconds = time.monotonic() - stepped[0]
+    collectives.barrier()
+    assert 1 <= len(names(tmp_path)) <= 1 + seconds / 0.2
+
+
+def test_looks_are_few_and_in_time():
+    lookout = SaveSchedule(every_seconds=None)
+    lookout.begin(10, writing=False)
+    assert not any(lookout.is_due(step) for step in range(11, 1000))
+    lookout.begin(10, writing=True)
+    asked = []
+    for step in range(11, 200):
+        if lookout.is_due(step):
+            asked.append(step)
+            lookout.heard(lookout.answer(step, busy=step < 100, failed=False))
+    assert asked == [11, 12, 14, 18, 26, 42, 74, 138]
+
+
+def test_the_clock_is_asked_a_handful_of_times_per_save(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lookout = SaveSchedule(every_seconds=100.0)
+    lookout.begin(0, writing=False)
+    asked, saved = 0, []
+    for step in range(1, 3001):
+        now[0] += 0.1
+        if lookout.is_due(step):
+            asked += 1
+            answer = lookout.answer(step, busy=False, failed=False)
+            lookout.heard(answer)
+            if answer.save:
+                saved.append(step)
+                lookout.begin(step, writing=False)
+    assert [abs(s - 1000 * (i + 1)) < 10 for i, s in enumerate(saved)] == [True, True]
+    assert asked < 50

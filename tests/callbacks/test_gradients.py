@@ -1,0 +1,650 @@
+"""SyncGradients: the average on every rank, for every kind of parameter, and one stop for all."""
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torchbearer
+from torch import nn
+from torchbearer import Trial
+from torchbearer.callbacks import (
+    Callback,
+    GradientClipping,
+    on_criterion,
+    on_end_epoch,
+    on_step_training,
+)
+
+from tests.gradients.transports.test_hierarchical import play_hosts
+from tests.ranks import ranks, run_ranks
+from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.callbacks.model import SyncModel
+from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.group import collectives
+
+#: By transport the number of ranks it takes, and the hosts that one machine plays for them.
+TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
+
+
+def on_every_transport(body):
+    """Runs a test on the ranks of each transport; its callbacks use that one and no other.
+
+    A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
+    """
+
+    def on_a_rank(transport, layout):
+        play_hosts(layout)
+        Chosen.options = {"transport": transport, "bucket_mb": 1e-4}
+        body()
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test(transport):
+        world_size, layout = TRANSPORTS[transport]
+        run_ranks(on_a_rank, world_size, (transport, layout))
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+class Chosen:
+    """What this rank's tests use unless they say otherwise."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+
+def sync(**options):
+    return [SyncModel(), SyncGradients(**{**Chosen.options, **options})]
+
+
+def train(model, callbacks, *, steps=3, optimizer=None, data=None, closure=None, epochs=1):
+    """Trains on this rank's own data; returns the trial."""
+    rank = collectives.rank()
+    generator = torch.Generator().manual_seed(100 + rank)
+    x, y = data or (
+        torch.randn(steps * 4, 6, generator=generator),
+        torch.randn(steps * 4, 2, generator=generator),
+    )
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    trial = Trial(model, optimizer, nn.functional.mse_loss, ["loss"], callbacks, verbose=0)
+    if closure:
+        trial.with_closure(closure)
+    trial.with_train_generator(loader).run(epochs)
+    return trial
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
+
+
+def assert_replicas_equal(model):
+    everyone = collectives.all_gather(flat(model), "parameters to compare")
+    assert all(torch.equal(each, everyone[0]) for each in everyone)
+
+
+class Spy(Callback):
+    """Keeps the gradients that a callback after backward sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_backward(self, state):
+        self.seen.append(
+            [
+                None if p.grad is None else p.grad.clone()
+                for p in state[torchbearer.MODEL].parameters()
+            ]
+        )
+
+
+@on_every_transport
+def test_every_rank_has_the_average_of_all():
+    torch.manual_seed(collectives.rank())
+    model = nn.Linear(6, 2)
+    spy = Spy()
+    rank = collectives.rank()
+    data = torch.full((4, 6), 1.0 + rank), torch.zeros(4, 2)
+    trial = Trial(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        nn.functional.mse_loss,
+        callbacks=[spy, *sync()],
+        verbose=0,
+    )
+    reference = copy.deepcopy(model)
+    trial.with_train_data(*data, batch_size=4, num_workers=0).run(1)
+    world = collectives.world_size()
+    total = sum(
+        nn.functional.mse_loss(reference(torch.full((4, 6), 1.0 + r)), torch.zeros(4, 2))
+        for r in range(world)
+    )
+    (total / world).backward()
+    assert torch.allclose(spy.seen[0][0], reference.weight.grad, atol=1e-6)
+    assert torch.allclose(spy.seen[0][1], reference.bias.grad, atol=1e-6)
+
+
+@on_every_transport
+def test_replicas_stay_equal_whatever_each_rank_sees():
+    torch.manual_seed(collectives.rank())
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 2))
+    train(model, sync(), steps=5, epochs=2)
+    assert_replicas_equal(model)
+
+
+class Branches(nn.Module):
+    """Layers that are used by all, some or no ranks, frozen, shared, empty, scalar, mixed dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.again = self.shared
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.some = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.fine = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.coarse = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.conv = nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.again(self.shared(x)) + self.frozen(x)
+        if collectives.rank() == 1:
+            x = self.some(x)
+        picture = self.conv(x.view(-1, 2, 1, 3).to(memory_format=torch.channels_last))
+        x = self.out(x) * self.scalar + picture.mean() + self.empty.sum()
+        return x * self.fine.float() * self.coarse.float()
+
+
+@on_every_transport
+def test_every_kind_of_parameter():
+    torch.manual_seed(collectives.rank())
+    model, spy = Branches(), Spy()
+    frozen = model.frozen.weight.clone()
+    train(model, [spy, *sync()])
+    assert_replicas_equal(model)
+    grads = dict(zip([n for n, _ in model.named_parameters()], spy.seen[-1], strict=True))
+    assert grads["never.weight"] is None
+    assert grads["frozen.weight"] is None
+    assert grads["some.weight"].abs().sum() > 0
+    assert grads["coarse"].dtype == torch.bfloat16
+    assert grads["fine"].dtype == torch.float64
+    assert grads["conv.weight"].shape == model.conv.weight.shape
+    assert model.conv.weight.grad.stride() == model.conv.weight.stride()
+    everyone = collectives.all_gather([g for g in spy.seen[-1] if g is not None], "gradients")
+    for first, *others in zip(*everyone, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+    rank_zeros = collectives.broadcast(frozen, "rank 0's frozen layer")
+    assert torch.equal(model.frozen.weight, rank_zeros)
+
+
+@on_every_transport
+def test_a_model_of_another_dtype():
+    for dtype in (torch.bfloat16, torch.float64):
+        model = nn.Linear(6, 2).to(dtype)
+        trial = Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            nn.functional.mse_loss,
+            callbacks=sync(),
+            verbose=0,
+        ).to(dtype)
+        torch.manual_seed(collectives.rank())
+        trial.with_train_data(torch.randn(8, 6), torch.randn(8, 2), 4, num_workers=0).run(1)
+        assert_replicas_equal(model)
+
+
+@on_every_transport
+def test_parameters_frozen_and_unfrozen_during_training():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    before = model[0].weight.clone()
+    seen = []
+
+    @on_step_training
+    def thaw(state):
+        seen.append(model[0].weight.clone())
+        model[0].requires_grad_(state[torchbearer.BATCH] == 1)
+
+    model[0].requires_grad_(False)
+    train(model, [thaw, *sync()], steps=4)
+    initial = collectives.broadcast(before, "rank 0's weights")
+    assert torch.equal(seen[1], initial)
+    assert not torch.equal(seen[2], initial)
+    assert torch.equal(seen[3], seen[2])
+    assert_replicas_equal(model)
+
+
+@on_every_transport
+def test_freezing_on_one_rank_only_is_a_desync_on_both():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+
+    @on_step_training
+    def freeze(state):
+        if collectives.rank() == 1:
+            model[0].requires_grad_(False)
+
+    with pytest.raises(DesyncError, match="parted ways"):
+        train(model, [freeze, *sync()], steps=4)
+
+
+@on_every_transport
+def test_sparse_gradients_stay_sparse():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 2, sparse=True)
+
+        def forward(self, x):
+            return self.table(x[:, 0].long())
+
+    model, spy = Words(), Spy()
+    rank = collectives.rank()
+    x = torch.full((4, 1), float(rank))
+    train(
+        model,
+        [spy, *sync()],
+        data=(x, torch.zeros(4, 2)),
+        steps=1,
+        optimizer=torch.optim.SparseAdam(model.parameters()),
+    )
+    gradient = spy.seen[0][0]
+    assert gradient.is_sparse
+    assert gradient.coalesce().indices().tolist() == [[*range(collectives.world_size())]]
+    assert_replicas_equal(model)
+
+
+@on_every_transport
+def test_weighted_by_batch_size():
+    def gradient(weighted):
+        model, spy = nn.Linear(1, 1, bias=False), Spy()
+        nn.init.zeros_(model.weight)
+        rank = collectives.rank()
+        n = 3 if rank % 2 else 1
+        trial = Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.0),
+            lambda p, t: ((p - t) ** 2).mean(),
+            callbacks=[spy, *sync(weighted=weighted)],
+            verbose=0,
+        )
+        x, y = torch.ones(n, 1), torch.full((n, 1), 1.0 if rank % 2 else 5.0)
+        trial.with_train_data(x, y, batch_size=4, num_workers=0).run(1)
+        return spy.seen[0][0].item()
+
+    assert gradient(False) == pytest.approx(-6.0)  # the mean of -10 and -2
+    assert gradient(True) == pytest.approx(-4.0)  # (1 * -10 + 3 * -2) / 4
+
+
+@ranks(2)
+def test_clipping_sees_the_average_wherever_it_stands_in_the_list():
+    def last_weights(callbacks):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2)
+        train(model, callbacks)
+        return model.weight.detach().clone()
+
+    first = last_weights([GradientClipping(0.01), *sync()])
+    last = last_weights([*sync(), GradientClipping(0.01)])
+    assert torch.equal(first, last)
+
+
+@ranks(2)
+def test_an_optimizer_that_calls_the_closure_more_than_once():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            closure()
+            super().step()
+
+    model = nn.Linear(6, 2)
+    train(model, sync(), optimizer=Twice(model.parameters(), lr=0.1))
+    assert_replicas_equal(model)
+
+
+@ranks(2)
+def test_lbfgs_decides_alike_on_every_rank():
+    model = nn.Linear(6, 2)
+
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = state[torchbearer.CRITERION](
+            state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE]
+        )
+        state[torchbearer.LOSS].backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+        return state[torchbearer.LOSS]
+
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=7)
+    train(model, sync(), optimizer=optimizer, closure=closure, steps=4)
+    assert_replicas_equal(model)
+
+
+@ranks(2)
+def test_a_closure_without_on_backward_is_named():
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        state[torchbearer.LOSS] = state[torchbearer.MODEL](state[torchbearer.X]).sum()
+        state[torchbearer.LOSS].backward()
+
+    with pytest.raises(DesyncError, match="on_backward"):
+        train(nn.Linear(6, 2), sync(), closure=closure)
+
+
+@ranks(2)
+def test_a_model_wrapped_in_ddp_is_reduced_by_ddp_alone():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 2))
+    gradients, ours = SyncGradients(), []
+
+    @on_step_training
+    def look(state):
+        # A second average would change nothing: what counts is that there is none to make.
+        ours.append(len(gradients._reducer._dense))
+
+    train(model, [SyncModel(), gradients, look], steps=3)
+    assert ours == [0, 0, 0]
+    assert_replicas_equal(model)
+
+
+@ranks(2)
+def test_parameters_that_only_the_optimizer_knows_are_averaged_too():
+    model = nn.Linear(6, 2)
+    scale = nn.Parameter(torch.full((1,), 1.0 + collectives.rank()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    x, y = torch.randn(8, 6) * (1 + collectives.rank()), torch.randn(8, 2)
+    trial = Trial(
+        model, optimizer, lambda p, t: ((p * scale - t) ** 2).mean(), callbacks=sync(), verbose=0
+    )
+    trial.with_train_data(x, y, batch_size=4, num_workers=0).run(1)
+    values = collectives.all_gather(scale.detach(), "scales")
+    assert torch.equal(values[0], values[1])
+    assert values[0].item() != 1.0
+
+
+def steps_taken(callbacks, **kwargs):
+    count = [0]
+
+    @on_step_training
+    def counter(state):
+        count[0] += 1
+
+    model = nn.Linear(6, 2)
+    trial = train(model, [counter, *callbacks], **kwargs)
+    assert_replicas_equal(model)
+    return count[0], trial
+
+
+@on_every_transport
+def test_a_stop_in_mid_epoch_on_one_rank_stops_all_at_the_same_step():
+    @on_step_training
+    def stop(state):
+        if collectives.rank() == 1 and state[torchbearer.BATCH] == 2:
+            state[torchbearer.STOP_TRAINING] = True
+
+    taken, _ = steps_taken([*sync(), stop], steps=10)
+    assert set(collectives.all_gather(taken, "steps taken")) == {4}
+
+
+@on_every_transport
+def test_a_stop_at_the_last_step_or_at_the_end_of_an_epoch():
+    @on_step_training
+    def at_last_step(state):
+        if collectives.rank() == 1 and state[torchbearer.BATCH] == 3:
+            state[torchbearer.STOP_TRAINING] = True
+
+    taken, trial = steps_taken([at_last_step, *sync()], steps=4, epochs=3)
+    assert set(collectives.all_gather(taken, "steps")) == {4}
+
+    @on_end_epoch
+    def at_epoch(state):
+        if collectives.rank() == 1 and state[torchbearer.EPOCH] == 1:
+            state[torchbearer.STOP_TRAINING] = True
+
+    taken, trial = steps_taken([at_epoch, *sync()], steps=4, epochs=5)
+    assert set(collectives.all_gather(taken, "steps")) == {8}
+    assert len(trial.state[torchbearer.HISTORY]) == 2
+
+
+@ranks(2)
+def test_a_run_can_follow_a_stopped_one():
+    @on_step_training
+    def stop_first_epoch(state):
+        if collectives.rank() == 0 and state[torchbearer.BATCH] == 1 and not stopped:
+            stopped.append(True)
+            state[torchbearer.STOP_TRAINING] = True
+
+    stopped = []
+    model = nn.Linear(6, 2)
+    trial = train(model, [stop_first_epoch, *sync()], steps=4)
+    trial.run(2)
+    assert len(trial.state[torchbearer.HISTORY]) == 2
+    assert_replicas_equal(model)
+
+
+def going_backward(backward, announced=True, **zero):
+    """A closure that goes backward in its own way, after on_criterion if announced."""
+
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad(**zero)
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = nn.functional.mse_loss(
+            state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE]
+        )
+        if announced:
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        backward(state[torchbearer.LOSS], state[torchbearer.MODEL])
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    return closure
+
+
+def weights_after(world_batch, callbacks, take, closure=None):
+    """Trains on a fixed stream of samples, of which ``take`` says which are this rank's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(96, 6, generator=generator), torch.randn(96, 2, generator=generator)
+    data = torch.utils.data.TensorDataset(x[take], y[take])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trial = Trial(model, optimizer, nn.functional.mse_loss, callbacks=callbacks, verbose=0)
+    if closure:
+        trial.with_closure(closure)
+    trial.with_train_generator(torch.utils.data.DataLoader(data, world_batch)).run(2)
+    return flat(model)
+
+
+@on_every_transport
+def test_accumulated_batches_step_like_one_larger_batch():
+    world = collectives.world_size()
+    one_process = weights_after(24, [], slice(None))
+    own_way = going_backward(lambda loss, _: loss.backward(), announced=False)
+    for closure in (None, own_way):
+        # On each of 2 ranks 12 batches of 4, or on each of 4 of 2: 4 steps an epoch.
+        take = slice(collectives.rank(), None, world)
+        mine = weights_after(8 // world, sync(accumulate=3), take, closure)
+        assert torch.allclose(mine, one_process, atol=1e-6)
+
+
+def test_accumulation_in_a_single_process_and_with_a_rest():
+    accumulated = weights_after(4, [SyncGradients(accumulate=5)], slice(0, 48))
+    # 12 batches: steps on 5, 5 and the remaining 2
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(96, 6, generator=generator), torch.randn(96, 2, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for start, end in ((0, 20), (20, 40), (40, 48)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x[start:end]), y[start:end]).backward()
+            optimizer.step()
+    assert torch.allclose(accumulated, flat(model), atol=1e-6)
+
+
+@ranks(2)
+def test_a_stop_asked_for_while_gradients_are_held():
+    @on_step_training
+    def stop(state):
+        if collectives.rank() == 1 and state[torchbearer.BATCH] == 3:
+            state[torchbearer.STOP_TRAINING] = True
+
+    taken, _ = steps_taken([*sync(accumulate=3), stop], steps=12)
+    assert collectives.all_gather(taken, "steps taken") == [6, 6]
+
+
+def deep_weights(callbacks, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+    train(model, callbacks, steps=4, **options)
+    return flat(model)
+
+
+@on_every_transport
+def test_what_is_done_during_backward_gives_the_same_average():
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(bucket_mb=100)), atol=1e-7)
+
+
+@on_every_transport
+def test_a_closure_that_runs_backward_twice():
+    def twice(loss, _):
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+    closure = going_backward(twice)
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-6)
+
+
+@on_every_transport
+def test_gradients_that_are_zeroed_and_not_taken_away():
+    closure = going_backward(lambda loss, _: loss.backward(), set_to_none=False)
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-7)
+
+
+@on_every_transport
+def test_gradients_that_lie_in_memory_in_another_way():
+    def by_columns(loss, model):
+        loss.backward()
+        for layer in model:
+            layer.weight.grad = layer.weight.grad.t().contiguous().t()
+
+    closure = going_backward(by_columns, announced=False)
+    assert torch.allclose(deep_weights(sync()), deep_weights(sync(), closure=closure), atol=1e-7)
+
+
+@on_every_transport
+def test_gradients_that_are_differentiated_again():
+    def flattened(loss, model):
+        loss.backward(create_graph=True)
+        sum(p.grad.square().sum() for p in model.parameters()).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.detach()
+
+    closure = going_backward(flattened)
+    one = deep_weights(sync(bucket_mb=100, transport="gloo"), closure=closure)
+    assert torch.allclose(deep_weights(sync(), closure=closure), one, atol=1e-6)
+    assert not torch.allclose(deep_weights(sync()), one, atol=1e-3), "the second pass was lost"
+
+
+def on_gradients_of(layers, gradients, note):
+    """A callback that notes the reducer, once there is one, whenever a layer's gradient appears."""
+    hooks = []
+
+    @on_criterion
+    def watch(state):
+        if gradients._reducer is not None and not hooks:
+            hooks.extend(
+                layer.weight.register_post_accumulate_grad_hook(lambda _: note(gradients._reducer))
+                for layer in layers
+            )
+
+    return watch
+
+
+@ranks(2)
+def test_a_gradient_is_in_its_bucket_before_the_next_appears():
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+    gradients = SyncGradients(transport="shm", bucket_mb=1e-4)
+    placed = []
+
+    def note(reducer):
+        placed.extend(any(p.grad is view for view in reducer._views) for p in model.parameters())
+
+    watch = on_gradients_of([model[0]], gradients, note)
+    train(model, [SyncModel(), gradients, watch], steps=3)
+    # All but the one that appears last: the first layer's bias or its weight.
+    assert sum(placed[:14]) >= 13
+
+
+class Backwards(nn.Module):
+    """Registers its layers in the order opposite to that in which it uses them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 2), *[nn.Linear(6, 6) for _ in range(5)]])
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+@ranks(2)
+def test_buckets_follow_the_order_in_which_gradients_appear():
+    model = Backwards()
+    gradients = SyncGradients(transport="gloo", bucket_mb=1e-4)
+    sent = []
+
+    def note(reducer):
+        # How many buckets are on their way when the layer's gradient appears.
+        sent.append(reducer._sends._sent)
+
+    watch = on_gradients_of(model.layers, gradients, note)
+    train(model, [SyncModel(), gradients, watch], steps=3)
+    assert sent[:6] == sorted(sent[:6])
+    assert sent[5] >= 4, "buckets waited for gradients that appear later"
+    assert_replicas_equal(model)
+
+
+@ranks(2)
+def test_another_model_after_a_run_that_failed_in_its_first_backward():
+    def fail(_):
+        raise ValueError("no gradient today")
+
+    callbacks = sync(bucket_mb=1e-4)
+    shallow, deep = nn.Linear(6, 2), Backwards()
+    shallow.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="no gradient today"):
+        train(shallow, callbacks)
+    train(deep, callbacks)
+    assert_replicas_equal(deep)
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_half_precision_on_the_wire(half):
+    @ranks(3)
+    def body():
+        def train_with(**options):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+            train(model, sync(transport="gloo", **options), steps=6)
+            assert_replicas_equal(model)
+            return flat(model)
+
+        exact, rounded = train_with(), train_with(compress=half)
+        assert not torch.equal(exact, rounded)
+        assert torch.allclose(exact, rounded, atol=1e-2)
+
+    body()
+
+
+def test_options_that_do_not_exist_are_named():
+    with pytest.raises(ValueError, match=r"compress is 'int8'.*'bf16', 'fp16'"):
+        SyncGradients(compress="int8")
+    with pytest.raises(ValueError, match="accumulate is 0"):
+        SyncGradients(accumulate=0)
+    with pytest.raises(ValueError, match="bucket_mb is -1"):
+        SyncGradients(bucket_mb=-1)
+    with pytest.raises(ValueError, match="check is -1"):
+        SyncModel(check=-1)

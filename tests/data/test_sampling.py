@@ -1,0 +1,190 @@
+"""The arithmetic of shares, for every rank at once and without processes."""
+
+import itertools
+import pickle
+import random
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from torchbearer_ddp.data.sampling import (
+    Remainder,
+    ShardIterable,
+    ShardSampler,
+    deal,
+    interleave,
+    positions,
+    share_length,
+)
+
+WORLDS = [1, 2, 3, 5]
+TOTALS = [0, 1, 2, 4, 7, 12, 23]
+
+
+def shares(total, world_size, remainder, block=1):
+    return [list(deal(range(total), r, world_size, remainder, block)) for r in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("block", [1, 3])
+def test_kept_shares_are_a_partition_and_know_where_they_come_from(total, world_size, block):
+    dealt = shares(total, world_size, Remainder.KEEP, block)
+    assert sorted(itertools.chain(*dealt)) == list(range(total))
+    for rank, mine in enumerate(dealt):
+        assert positions(len(mine), rank, world_size, block).tolist() == mine
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("total", TOTALS)
+def test_padded_shares_are_equal_and_miss_nothing(total, world_size):
+    dealt = shares(total, world_size, Remainder.PAD)
+    assert len({len(mine) for mine in dealt}) == 1
+    assert set(itertools.chain(*dealt)) == set(range(total))
+    everything = interleave(dealt)
+    assert everything[:total] == list(range(total))
+    assert everything[total:] == [i % total for i in range(len(everything) - total)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("total", TOTALS)
+def test_dropped_shares_are_equal_and_repeat_nothing(total, world_size):
+    dealt = shares(total, world_size, Remainder.DROP)
+    assert interleave(dealt) == list(range(total // world_size * world_size))
+
+
+@pytest.mark.parametrize("remainder", Remainder)
+@pytest.mark.parametrize("block", [1, 4])
+def test_the_length_is_what_is_dealt(remainder, block):
+    for total, world_size in itertools.product(TOTALS, WORLDS):
+        for rank, mine in enumerate(shares(total, world_size, remainder, block)):
+            assert share_length(total, rank, world_size, remainder, block) == len(mine)
+
+
+def test_the_global_batch_is_the_one_of_a_single_process():
+    dealt = shares(24, 3, Remainder.PAD)
+    for step in range(4):
+        together = {i for mine in dealt for i in mine[2 * step : 2 * step + 2]}
+        assert together == set(range(6 * step, 6 * step + 6))
+
+
+def test_an_endless_stream_can_be_dealt():
+    odd = deal(itertools.count(), 1, 2, Remainder.PAD)
+    assert list(itertools.islice(odd, 3)) == [1, 3, 5]
+
+
+class PythonSampler:
+    """A sampler of the user's own, which draws from python's generator."""
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(random.sample(range(20), 20))
+
+
+SAMPLERS = {
+    "random": lambda: RandomSampler(range(20)),
+    "random with a generator": lambda: RandomSampler(
+        range(20), generator=torch.Generator().manual_seed(3)
+    ),
+    "subset": lambda: SubsetRandomSampler(range(20)),
+    "custom": PythonSampler,
+}
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_ranks_draw_alike_and_anew_each_epoch(make):
+    samplers = []
+    for rank in range(3):
+        torch.manual_seed(rank)  # the ranks' own streams differ
+        random.seed(rank)
+        samplers.append(ShardSampler(make(), rank, 3, Remainder.KEEP, seed=11))
+    epochs = []
+    for epoch in (0, 1, 0):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        order = interleave([list(sampler) for sampler in samplers])
+        assert sorted(order) == list(range(20))
+        epochs.append(order)
+    assert epochs[0] != epochs[1]
+    assert epochs[0] == epochs[2]
+
+
+def test_weighted_sampler_draws_alike_too():
+    weights = torch.rand(10, generator=torch.Generator().manual_seed(0))
+    whole = ShardSampler(WeightedRandomSampler(weights, 12), 0, 1, Remainder.KEEP, seed=5)
+    parts = [
+        ShardSampler(WeightedRandomSampler(weights, 12), r, 2, Remainder.KEEP, seed=5)
+        for r in range(2)
+    ]
+    assert interleave([list(part) for part in parts]) == list(whole)
+
+
+def test_batches_are_dealt_whole():
+    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+    mine = ShardSampler(batches, 1, 2, Remainder.KEEP, seed=0)
+    assert list(mine) == [[3, 4, 5], [9]]
+    assert len(mine) == 2
+
+
+def test_drawing_leaves_every_generator_as_it_was():
+    own = torch.Generator().manual_seed(8)
+    sampler = ShardSampler(RandomSampler(range(9), generator=own), 0, 2, Remainder.PAD, seed=1)
+    before = torch.get_rng_state(), random.getstate(), own.get_state()
+    list(sampler)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert torch.equal(before[2], own.get_state())
+    assert own.initial_seed() == 8
+
+
+def test_a_second_pass_within_an_epoch_is_a_new_order_but_a_glance_is_not():
+    sampler = ShardSampler(RandomSampler(range(30)), 0, 2, Remainder.PAD, seed=1)
+    next(iter(sampler))
+    first = list(sampler)
+    second = list(sampler)
+    assert first != second
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_the_inner_sampler_gets_the_epoch():
+    class Inner(PythonSampler):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    inner = Inner()
+    ShardSampler(inner, 0, 2, Remainder.PAD, seed=1).set_epoch(4)
+    assert inner.epoch == 4
+
+
+class Numbers(IterableDataset):
+    def __init__(self, stop):
+        self.stop = stop
+
+    def __iter__(self):
+        return iter(range(self.stop))
+
+    def __len__(self):
+        return self.stop
+
+
+def test_a_stream_is_shared_and_its_attributes_stay_in_reach():
+    stream = ShardIterable(Numbers(7), 1, 2, Remainder.KEEP)
+    assert list(stream) == [1, 3, 5]
+    assert len(stream) == 3
+    stream.stop = 4
+    assert stream.stop == 4
+    assert list(pickle.loads(pickle.dumps(stream))) == [1, 3]
+    assert not hasattr(stream, "set_epoch")

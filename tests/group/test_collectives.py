@@ -1,0 +1,108 @@
+"""Every collective on real ranks, also where ranks raise or part ways."""
+
+import threading
+
+import pytest
+import torch
+
+from tests.ranks import ranks
+from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
+from torchbearer_ddp.group import collectives, membership
+from torchbearer_ddp.group.waiting import Wait, complete
+
+
+@ranks(3)
+def test_all_gather_short_and_long_values():
+    rank = collectives.rank()
+    assert collectives.all_gather(rank, "short") == [0, 1, 2]
+    long = collectives.all_gather("x" * (5000 * rank), "long")
+    assert [len(value) for value in long] == [0, 5000, 10000]
+
+
+@ranks(2)
+def test_broadcast_plain_data_and_tensors():
+    mine = {"a": (1, [torch.arange(3)]), 2: None} if collectives.is_rank_zero() else None
+    value = collectives.broadcast(mine, "a value")
+    assert value["a"][0] == 1
+    assert value[2] is None
+    assert torch.equal(value["a"][1][0], torch.arange(3))
+    tensors = [torch.full((2, 2), float(collectives.rank())), torch.tensor(collectives.rank())]
+    collectives.broadcast_tensors(tensors, "tensors", source=1)
+    assert torch.equal(tensors[0], torch.ones(2, 2))
+    assert tensors[1].item() == 1
+
+
+@ranks(2)
+def test_all_reduce_sums_each_tensor_in_its_own_dtype():
+    tensors = [torch.ones(3), torch.ones((), dtype=torch.int64), torch.empty(0)]
+    collectives.all_reduce(tensors, "sums")
+    assert torch.equal(tensors[0], torch.full((3,), 2.0))
+    assert tensors[1].item() == 2
+
+
+@ranks(2)
+def test_agree_names_the_value_and_the_ranks():
+    collectives.agree({"steps": 5}, "the plan", "Do this.")
+    with pytest.raises(DesyncError, match=r"steps.*5 on rank 0; 6 on rank 1\. Do this"):
+        collectives.agree({"steps": 5 + collectives.rank()}, "the plan", "Do this.")
+
+
+@ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all():
+    mine = DesyncError("no good") if collectives.rank() == 1 else None
+    with pytest.raises(DesyncError, match="no good"):
+        collectives.raise_together(mine, "a thing")
+    other = OSError("disk") if collectives.rank() == 1 else None
+    with pytest.raises((DistributedError, OSError), match="disk"):
+        collectives.raise_together(other, "a thing")
+
+
+@ranks(2)
+def test_ranks_that_wait_for_different_things_all_raise_the_same():
+    with pytest.raises(DesyncError, match="rank 0: apples; rank 1: pears"):
+        if collectives.rank() == 0:
+            collectives.all_gather(1, "apples")
+        else:
+            collectives.all_reduce([torch.ones(5)], "pears")
+    assert collectives.rank() in (0, 1)
+
+
+@ranks(2)
+def test_rank_zero_first_goes_first_and_its_error_is_everybodys(tmp_path):
+    path = tmp_path / "made"
+    with collectives.rank_zero_first():
+        if collectives.rank() == 0:
+            path.write_text("by rank zero")
+        else:
+            assert path.read_text() == "by rank zero"
+    with pytest.raises((ValueError, DistributedError), match="no data"):
+        with collectives.rank_zero_first():
+            if collectives.rank() == 0:
+                raise ValueError("no data")
+
+
+def test_without_a_group_all_of_it_is_a_world_of_one():
+    assert collectives.rank() == 0
+    assert collectives.world_size() == 1
+    assert collectives.is_rank_zero()
+    assert collectives.all_gather("mine", "x") == ["mine"]
+    assert collectives.broadcast("mine", "x") == "mine"
+    assert collectives.any_rank(True, "x")
+    collectives.barrier()
+    collectives.agree({"a": 1}, "x", "y")
+    with collectives.rank_zero_first():
+        pass
+    with pytest.raises(KeyError):
+        collectives.raise_together(KeyError("k"), "x")
+
+
+@ranks(2, group_timeout=4)
+def test_ranks_that_all_wait_are_all_named():
+    group = membership.current()
+    group.past_first_step = True
+    if collectives.is_rank_zero():
+        group.sequence += 1  # as if what rank 1 still waits for had been sent, and lost
+    wait = Wait(group, f"something that only rank {collectives.rank()} wants")
+    expected = r"^Every rank still waits after 4 s: rank 0: .* rank 0 wants; rank 1: .* rank 1 want"
+    with pytest.raises(PeerLost, match=expected):
+        complete(threading.Event().wait, wait)

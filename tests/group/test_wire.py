@@ -1,0 +1,69 @@
+"""What crosses between ranks: plain data, exactly, and nothing else."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from torchbearer_ddp.group import wire
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        0,
+        -(2**70),
+        1.5,
+        "grün",
+        b"",
+        b"\x00\xff",
+        [],
+        (1, (2, [3])),
+        {"a": {1: None, (2, 3): "x"}},
+        {1, 2, 3},
+        math.inf,
+    ],
+)
+def test_plain_values_come_back_as_they_were(value):
+    back = wire.decode(wire.encode(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
+def test_tensors_come_back_bitwise(dtype, shape):
+    tensor = torch.randn(shape).to(dtype)
+    first, back = wire.decode(wire.encode([b"odd", tensor]))
+    assert first == b"odd"
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+def test_special_numbers_and_numpy_scalars():
+    assert math.isnan(wire.decode(wire.encode(math.nan)))
+    assert wire.decode(wire.encode(-0.0)) == 0.0
+    assert wire.decode(wire.encode(0.1 + 0.2)) == 0.1 + 0.2
+    assert wire.decode(wire.encode(numpy.float64(0.1))) == 0.1
+    assert wire.decode(wire.encode(numpy.int32(7))) == 7
+
+
+def test_anything_else_is_named_and_refused():
+    with pytest.raises(TypeError, match=r"value\['a'\]\[1\] is a builtins.object"):
+        wire.encode({"a": [1, object()]})
+    with pytest.raises(TypeError, match="function"):
+        wire.encode(lambda: None)

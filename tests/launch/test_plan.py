@@ -1,0 +1,364 @@
+"""Flags and environments as pure functions: which ranks, which devices, which complaints."""
+
+import argparse
+
+import pytest
+
+from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.launch.environments import expand_counts, expand_hosts, in_slurm_step
+from torchbearer_ddp.launch.flags import add_arguments, merge, read_flags, read_options
+from torchbearer_ddp.launch.plan import make_plan
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+}
+
+
+def plan(command="", environment=None, gpus=0, **overrides):
+    settings = merge(read_flags(command.split()), overrides)
+    return make_plan(settings, environment or {}, gpus)
+
+
+# Which launcher, and why.
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "launcher"),
+    [
+        ("", {}, "inline"),
+        ("--nproc-per-node 2", {}, "spawn"),
+        ("--world-size 2 --rank 1 --host h", {}, "rank"),
+        ("--nnodes 2 --node-rank 1 --nproc-per-node 2 --host h", {}, "spawn"),
+        ("", TORCHRUN, "torchrun"),
+        ("", SLURM, "srun"),
+        ("", {**SLURM, **TORCHRUN}, "torchrun"),
+        ("--nproc-per-node 2", {**SLURM, **TORCHRUN}, "spawn"),
+        ("--world-size 2 --rank 0 --host h", {**SLURM, **TORCHRUN}, "rank"),
+        ("--launcher inline", {**SLURM, **TORCHRUN}, "inline"),
+        ("--launcher srun", {**SLURM, **TORCHRUN}, "srun"),
+        ("--launcher slurm --nodes 2", {}, "slurm"),
+        # A batch script and salloc's shell are no steps: the other ranks would never come.
+        ("", {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, "inline"),
+        ("", {**SLURM, "SLURM_STEP_ID": "4294967291"}, "inline"),
+        ("", {**SLURM, "SLURM_STEP_ID": "4294967290"}, "inline"),
+        # An address alone is not torchrun's: batch scripts export it.
+        ("", {"MASTER_ADDR": "h", "MASTER_PORT": "1"}, "inline"),
+    ],
+)
+def test_precedence(command, environment, launcher):
+    assert plan(command, environment).launcher == launcher
+
+
+def test_arguments_win_over_flags():
+    found = plan("--nproc-per-node 2 --timeout 7", nproc_per_node=3, seed=5, backend=None)
+    assert (found.world_size, found.timeout, found.seed, found.backend) == (3, 7.0, 5, "gloo")
+
+
+def test_the_line_says_what_was_detected_and_why():
+    line = "torchbearer_ddp: 2 ranks on this host (from --nproc-per-node 2), gloo on cpu, "
+    assert plan("--nproc-per-node 2").describe(1) == line + "1 thread each"
+    assert plan("--nproc-per-node 2").describe(4) == line + "4 threads each"
+    assert "1 process (no launch flags, no torchrun, no Slurm step)" in plan().describe(1)
+    assert "4 ranks, meeting at node07:" in plan("", SLURM).describe(1)
+
+
+# Who is who.
+
+
+def test_ranks_of_a_node():
+    found = plan("--nnodes 3 --node-rank 2 --nproc-per-node 4 --host h --port 99")
+    assert [found.member(i).rank for i in range(4)] == [8, 9, 10, 11]
+    assert [found.member(i).local_rank for i in range(4)] == [0, 1, 2, 3]
+    assert (found.world_size, found.local_world_size) == (12, 4)
+    assert (found.host, found.port, found.serve) == ("h", 99, False)
+
+
+def test_one_rank_of_a_world():
+    found = plan("--world-size 2 --rank 0 --host h")
+    assert (found.host, found.port, found.serve) == ("h", 29500, True)
+    assert found.member().local_rank == -1  # for the roll call to find out
+
+
+def test_local_ranks_meet_on_loopback_at_any_free_port():
+    found = plan("--nproc-per-node 2")
+    assert (found.host, found.port, found.serve) == ("127.0.0.1", 0, True)
+
+
+def test_torchrun_environment():
+    found = plan("", TORCHRUN)
+    member = found.member()
+    assert (member.rank, member.world_size) == (3, 4)
+    assert (member.local_rank, member.local_world_size) == (1, 2)
+    assert (found.host, found.port, found.serve) == ("10.0.0.1", 1234, False)
+    other = plan("", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert other.prefix != found.prefix
+
+
+def test_torchrun_variables_without_its_agent():
+    environment = {k: TORCHRUN[k] for k in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert plan("", {**environment, "RANK": "0"}).serve
+    assert not plan("", {**environment, "RANK": "1"}).serve
+
+
+def test_slurm_step_environment():
+    found = plan("", SLURM)
+    member = found.member()
+    assert (member.rank, member.world_size) == (3, 4)
+    assert (member.local_rank, member.local_world_size) == (1, 2)
+    assert (found.host, found.serve) == ("node07", False)
+    assert 20000 <= found.port < 32000
+    older = {
+        k.replace("NTASKS", "NPROCS").replace("JOB_NODELIST", "NODELIST"): v
+        for k, v in SLURM.items()
+    }
+    assert plan("", older).member() == member
+
+
+@pytest.mark.parametrize(
+    "variable", ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_TASK_ID"]
+)
+def test_each_slurm_step_has_its_own_port_and_prefix(variable):
+    one, other = plan("", SLURM), plan("", {**SLURM, variable: "5"})
+    assert one.port != other.port
+    assert one.prefix != other.prefix
+
+
+def test_uneven_slurm_step():
+    uneven = {**SLURM, "SLURM_NTASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
+    assert plan("", uneven).member().local_world_size == 2
+    assert plan("", {**uneven, "SLURM_NODEID": "0"}).member().local_world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("listing", "expected"),
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("node[1-3]", ["node1", "node2", "node3"]),
+        ("n[08-10,12],login", ["n08", "n09", "n10", "n12", "login"]),
+        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
+    ],
+)
+def test_host_lists(listing, expected):
+    assert expand_hosts(listing) == expected
+
+
+def test_task_counts():
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("4") == [4]
+
+
+def test_a_step_needs_both_variables():
+    assert in_slurm_step(SLURM)
+    assert not in_slurm_step({"SLURM_STEP_ID": "0"})
+
+
+# Devices: no GPU is needed to plan for them.
+
+
+def test_one_process_per_gpu():
+    found = plan("--nproc-per-node gpu", gpus=3)
+    assert found.world_size == 3
+    assert [found.member(i).device for i in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert found.backend == "cpu:gloo,cuda:nccl"
+
+
+def test_without_gpus_it_is_gloo_on_the_cpu():
+    found = plan("--nproc-per-node 2")
+    assert [found.member(i).device for i in range(2)] == ["cpu", "cpu"]
+    assert found.backend == "gloo"
+
+
+def test_the_cpu_can_be_asked_for_where_there_are_gpus():
+    found = plan("--nproc-per-node 8 --device cpu", gpus=2)
+    assert (found.member(7).device, found.backend) == ("cpu", "gloo")
+
+
+def test_device_by_local_rank_under_torchrun_and_slurm():
+    assert plan("", TORCHRUN, gpus=2).member().device == "cuda:1"
+    assert plan("", SLURM, gpus=2).member().device == "cuda:1"
+    # Slurm's --gpus-per-task shows each task one GPU, which then is number 0.
+    assert plan("", SLURM, gpus=1).member().device == "cuda:0"
+
+
+def test_one_process_takes_the_first_gpu_or_the_one_it_is_told():
+    assert plan(gpus=2).member().device == "cuda:0"
+    assert plan("--device cuda:1", gpus=2).member().device == "cuda:1"
+
+
+def test_spawn_without_a_number_is_one_rank_per_gpu():
+    assert plan("--launcher spawn", gpus=4).world_size == 4
+    assert plan("--launcher spawn").world_size == 1
+
+
+# What does not fit together: one line with what was found, and what to do.
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        (
+            "--rank 2 --world-size 2 --host h",
+            "--rank is 2 but --world-size is 2: ranks go from 0 to 1",
+        ),
+        ("--rank -1 --world-size 2 --host h", "--rank is -1 but"),
+        ("--rank 0 --world-size 2", "--world-size is 2 but --host is missing"),
+        ("--rank 0", "--world-size is missing"),
+        ("--world-size 2 --host h", "--rank is missing"),
+        ("--rank 0 --world-size 0", "--world-size is 0; it must be a whole number from 1"),
+        ("--rank 0 --world-size 2 --host h --port 70000", "--port is 70000.*from 1 to 65535"),
+        ("--rank 0 --world-size 2 --host h --port 0", "--port is 0"),
+        ("--rank 0 --world-size 4 --host h --nproc-per-node 2", "--nproc-per-node 2 does not go"),
+        ("--host h", "--host h is given but not which ranks"),
+        ("--nproc-per-node 0", "--nproc-per-node is 0; it must be a whole number from 1"),
+        ("--nproc-per-node gpu", "no GPU is visible"),
+        ("--nproc-per-node two", "--nproc-per-node.*'two'"),
+        ("--nproc-per-node", "--nproc-per-node: expected one argument"),
+        ("--nnodes 2 --nproc-per-node 2 --host h", "--node-rank is missing"),
+        ("--nnodes 2 --node-rank 2 --host h", "--node-rank is 2 but --nnodes is 2"),
+        ("--nnodes 2 --node-rank 0", "--host is missing"),
+        ("--node-rank 1", "--node-rank 1 needs --nnodes"),
+        ("--device cuda", "--device is cuda but no GPU is visible"),
+        ("--device tpu", "--device is 'tpu'; it can be cpu, cuda or cuda:N"),
+        ("--backend nccl", "NCCL needs GPUs"),
+        ("--backend mpi2", "--backend is 'mpi2'; it can be gloo, nccl"),
+        ("--launcher ssh", "--launcher is 'ssh'; it can be auto, inline, spawn"),
+        (
+            "--launcher inline --nproc-per-node 2",
+            "--nproc-per-node 2 is given but --launcher inline",
+        ),
+        ("--launcher inline --rank 1 --world-size 2", "is given but --launcher inline"),
+        ("--launcher spawn --rank 1 --world-size 2", "--rank 1 is for one process per command"),
+        ("--timeout 0", "--timeout is 0.0; it must be seconds, more than 0"),
+        ("--timeout inf", "--timeout is inf"),
+        ("--grace -1", "--grace is -1.0"),
+    ],
+)
+def test_bad_flags(command, complaint):
+    with pytest.raises(ValueError, match=complaint) as caught:
+        plan(command)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus", "complaint"),
+    [
+        ("--nproc-per-node 3", 2, "3 GPUs are needed on this host but 2 are visible"),
+        ("--device cuda:2", 2, "3 GPUs are needed on this host but 2 are visible"),
+        ("--nproc-per-node 2 --device cuda:0", 2, "2 ranks start on this host"),
+    ],
+)
+def test_too_few_gpus(command, gpus, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        plan(command, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "has RANK=0, WORLD_SIZE=2 but not MASTER_ADDR, MASTER_PORT",
+        ),
+        ({"LOCAL_RANK": "0"}, "but not RANK, WORLD_SIZE"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK is 4 but WORLD_SIZE is 4"),
+        ({**TORCHRUN, "RANK": "first"}, "RANK is 'first', not a whole number"),
+        (
+            {**SLURM, "SLURM_NTASKS": "5"},
+            "SLURM_NTASKS is 5 but SLURM_STEP_TASKS_PER_NODE=2.x2. makes 4",
+        ),
+        (
+            {
+                **{k: v for k, v in SLURM.items() if k != "SLURM_STEP_TASKS_PER_NODE"},
+                "SLURM_NTASKS_PER_NODE": "3",
+            },
+            "SLURM_NTASKS is 4 but SLURM_NTASKS_PER_NODE=3 makes 6 tasks",
+        ),
+        ({**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID is 4 but SLURM_NTASKS is 4"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_NTASKS"}, "but not SLURM_NTASKS"),
+    ],
+)
+def test_bad_environments(environment, complaint):
+    with pytest.raises(LaunchError, match=complaint) as caught:
+        plan("", environment)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_named_launcher_needs_its_environment():
+    with pytest.raises(LaunchError, match=r"none of RANK.*start the script with torchrun"):
+        plan("--launcher torchrun")
+    with pytest.raises(LaunchError, match="start the script with srun"):
+        plan("--launcher srun")
+
+
+def test_unknown_and_mistyped_arguments():
+    with pytest.raises(ValueError, match="no argument nproc; it has backend, debug, device, grace"):
+        plan(nproc=2)
+    with pytest.raises(ValueError, match="--nproc-per-node is '2'; it must be a whole number"):
+        plan(nproc_per_node="2")
+    with pytest.raises(ValueError, match="--nproc-per-node is True"):
+        plan(nproc_per_node=True)
+    with pytest.raises(ValueError, match="--timeout is 'long'"):
+        plan(timeout="long")
+
+
+# Reading flags from a command line that belongs to somebody else.
+
+
+def test_flags_count_only_when_whole_and_others_are_left_alone():
+    assert plan("--nproc 2 --ran 1 --epochs 3 --lr=0.1 data.csv").launcher == "inline"
+    assert plan("--epochs 3 --nproc-per-node=2 --verbose").world_size == 2
+    assert plan("--epochs 3 -- --nproc-per-node 2").launcher == "inline"
+
+
+def test_the_scripts_own_time_is_not_slurms():
+    assert plan("--time noon --nodes many").slurm == {}
+    with pytest.raises(ValueError, match="--time"):
+        plan("--launcher slurm --time noon")
+
+
+def test_slurm_flags():
+    found = plan(
+        "--launcher slurm --nodes 2 --ntasks-per-node 4 --time 60 --partition gpu --dry-run",
+        slurm={"nodes": 3, "mem_gb": 8},
+    )
+    assert found.slurm == {
+        "nodes": 3,
+        "ntasks_per_node": 4,
+        "time": 60,
+        "partition": "gpu",
+        "dry_run": True,
+        "mem_gb": 8,
+    }
+
+
+def test_a_script_with_its_own_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int)
+    assert add_arguments(parser) is parser
+    options = parser.parse_args(["--epochs", "3", "--nproc-per-node", "2", "--seed", "9"])
+    found = make_plan(merge(read_options(options), {}), {}, 0)
+    assert (found.world_size, found.seed) == (2, 9)
+
+
+def test_a_count_that_is_no_number_is_shown_as_it_was_given():
+    with pytest.raises(ValueError, match="--nproc-per-node: 'two' is neither a number nor gpu"):
+        read_flags(["--nproc-per-node", "two"])

@@ -1,0 +1,127 @@
+"""A signal: the ranks agree on a step and stop, or are ended; the exit code says which signal."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.processes import SCRIPTS, Program, free_port, until
+
+BOUND = 5.0
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+
+
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
+def test_training_stops_when_the_launcher_gets_a_signal(signum, code):
+    with Program("misbehave.py", "polite", "--nproc-per-node", "2") as program:
+        program.pids(2)
+        program.process.send_signal(signum)
+        assert program.code(BOUND) == code, program.text()
+        assert sorted(program.output[-2:]) == ["rank 0 saved\n", "rank 1 saved\n"]
+        assert not program.alive()
+
+
+def test_ctrl_c_in_the_terminal_reaches_every_rank_once():
+    with Program("misbehave.py", "polite", "--nproc-per-node", "2") as program:
+        program.pids(2)
+        os.killpg(program.process.pid, signal.SIGINT)
+        assert program.code(BOUND) == 130, program.text()
+        assert sorted(program.output[-2:]) == ["rank 0 saved\n", "rank 1 saved\n"]
+
+
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
+def test_training_stops_when_one_rank_gets_a_signal(signum, code):
+    with Program("misbehave.py", "polite", "--nproc-per-node", "2") as program:
+        os.kill(program.pids(2)[1], signum)
+        assert program.code(BOUND) == code, program.text()
+        assert sorted(program.output[-2:]) == ["rank 0 saved\n", "rank 1 saved\n"]
+        assert f"rank 1 got {signum.name}" in program.said()
+
+
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
+def test_a_worker_that_never_asks_is_interrupted(signum, code):
+    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+        program.pids(2)
+        program.process.send_signal(signum)
+        assert program.code(BOUND) == code, program.text()
+        assert "Traceback" not in program.text()
+        assert not program.alive()
+
+
+def test_one_rank_that_never_asks_gets_a_signal():
+    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+        os.kill(program.pids(2)[1], signal.SIGTERM)
+        assert program.code(BOUND) == 143, program.text()
+        assert program.said() == "torchbearer_ddp: rank 1 got SIGTERM, all ranks have ended\n"
+
+
+def test_the_grace_is_bounded():
+    with Program("misbehave.py", "stubborn", "--nproc-per-node", "2", "--grace", "1") as program:
+        program.pids(2)
+        program.process.terminate()
+        assert program.code(1 + BOUND) == 143, program.text()
+        assert not program.alive()
+
+
+def test_the_grace_is_bounded_for_a_frozen_rank():
+    with Program("misbehave.py", "polite", "--nproc-per-node", "2", "--grace", "1") as program:
+        os.kill(program.pids(2)[1], signal.SIGSTOP)
+        program.process.terminate()
+        assert program.code(1 + BOUND) == 143, program.text()
+        assert not program.alive()
+
+
+def test_a_signal_while_the_ranks_start():
+    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+        until(lambda: len(program.alive()) == 3, 60)
+        program.process.send_signal(signal.SIGINT)
+        assert program.code(BOUND) == 130, program.text()
+        assert "Traceback" not in program.text()
+
+
+def test_the_grace_is_bounded_without_a_launcher():
+    port = str(free_port())
+    flags = ("stubborn", "--world-size", "2", "--host", "127.0.0.1", "--port", port)
+    with (
+        Program("misbehave.py", *flags, "--grace", "1", "--rank", "1") as one,
+        Program("misbehave.py", *flags, "--grace", "1", "--rank", "0") as zero,
+    ):
+        until(lambda: zero.output and one.output, 60)
+        one.process.terminate()
+        assert one.code(1 + BOUND) == 143, one.text()
+        # It looks for the cause, and then holds the store for others: 3.5 s already.
+        assert zero.code(8) == 1, zero.text()
+
+
+def test_training_stops_without_a_launcher():
+    port = str(free_port())
+    flags = ("polite", "--world-size", "2", "--host", "127.0.0.1", "--port", port, "--rank")
+    with (
+        Program("misbehave.py", *flags, "1") as one,
+        Program("misbehave.py", *flags, "0") as zero,
+    ):
+        until(lambda: zero.output and one.output, 60)
+        one.process.terminate()
+        assert one.code(BOUND) == 143, one.text()
+        assert zero.code(BOUND) == 0, zero.text()  # agreed on the stop, but was not told why
+        assert one.output[-1] == "rank 1 saved\n"
+
+
+def test_training_stops_under_torchrun():
+    script = (str(SCRIPTS / "misbehave.py"), "polite")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *script)
+    with Program(sys.executable, *command, raw=True) as program:
+        program.pids(2)
+        program.process.terminate()
+        assert program.code(2 * BOUND) == 1, program.text()  # torchrun's own, for any signal
+        saved = [line for line in program.output if "saved" in line]
+        assert sorted(saved) == ["rank 0 saved\n", "rank 1 saved\n"], program.text()
+
+
+def test_one_process_is_interrupted_as_any_other():
+    with Program("misbehave.py", "none", "--on", "5") as program:
+        program.pids(1)
+        program.process.send_signal(signal.SIGINT)
+        assert program.code(BOUND) == -signal.SIGINT
+        assert "KeyboardInterrupt" in program.text()

@@ -1,0 +1,1 @@
+"""Averaging gradients: buckets, their header, hooks on backward, and the reducer over them."""

@@ -1,0 +1,1 @@
+"""How a bucket is summed over the ranks: one file per transport."""

@@ -1,0 +1,83 @@
+"""Who shares memory with this rank: the ranks of one host, and whether they still live."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchbearer_ddp.group import collectives
+
+#: Set on some ranks of a test to let one machine play several hosts.
+HOST_ID_VARIABLE = "TORCHBEARER_DDP_HOST_ID"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank's process, as the other ranks of its host see it.
+
+    Args:
+        rank: Its rank in the world.
+        host: What :func:`host_id` says there.
+        pid: Its process id.
+        started: When it started, in the kernel's ticks: a recycled process id has another.
+        machine: The architecture and byte order.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started: int
+    machine: str
+
+    def alive(self) -> bool:
+        """False once the process has ended (also if its parent has not noticed yet)."""
+        return self.started == start_time(self.pid)
+
+
+def host_id() -> str:
+    """The same for two processes that can open each other's memory, else different.
+
+    Containers on one machine share its boot id but not its processes: each counts as a host.
+    """
+    if HOST_ID_VARIABLE in os.environ:
+        return os.environ[HOST_ID_VARIABLE]
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux: where shared memory is not used, only the count of hosts matters
+        return platform.node()
+
+
+def start_time(pid: int) -> int | None:
+    """When a process of this host started, in ticks since boot; None if it has ended."""
+    try:
+        # The name, in parentheses, may itself hold spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    state, started = fields[0], fields[19]
+    return None if state in (b"Z", b"X") else int(started)
+
+
+def gather() -> list[Process]:
+    """Every rank's process, by rank; collective."""
+    mine = Process(
+        rank=collectives.rank(),
+        host=host_id(),
+        pid=os.getpid(),
+        started=start_time(os.getpid()) or 0,
+        machine=f"{platform.machine()}, {sys.byteorder} endian",
+    )
+    found = collectives.all_gather(asdict(mine), "which rank runs on which host")
+    return [Process(**each) for each in found]
+
+
+def by_host(processes: list[Process]) -> list[list[Process]]:
+    """The processes of each host, in rank order; the hosts in the order of their first rank."""
+    hosts: dict[str, list[Process]] = {}
+    for process in processes:
+        hosts.setdefault(process.host, []).append(process)
+    return list(hosts.values())

@@ -1,0 +1,1 @@
+"""Who the ranks are, how they meet, wait for each other and exchange small values."""

@@ -1,0 +1,42 @@
+"""Calls that end in bounded time: torch's own timeouts do not cover a peer that never answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from typing import TypeVar
+
+from torchbearer_ddp.errors import DistributedError, LaunchError
+
+_T = TypeVar("_T")
+
+
+def in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
+    """Runs an action that may block forever; at the deadline it is abandoned with a LaunchError."""
+    future = in_background(action)
+    done, _ = futures.wait([future], max(0.0, deadline - time.monotonic()))
+    if not done:
+        raise LaunchError(message)
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, DistributedError):
+        raise error
+    raise LaunchError(message) from error
+
+
+def in_background(action: Callable[[], _T]) -> Future[_T]:
+    """Runs an action in a daemon thread, which does not keep the process from ending."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="torchbearer_ddp-rendezvous").start()
+    return future

@@ -1,0 +1,101 @@
+"""How a rank's failure is described, and how a failed process ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torchbearer_ddp.errors import DistributedError, LaunchError, WorkerError
+from torchbearer_ddp.group import stop_request
+
+#: How long exit handlers and buffers of a failed rank may take.
+_EXIT_SECONDS = 2.0
+#: Frames of these layers come before the user's function in a traceback.
+_LAUNCHING = ("torchbearer_ddp.launch.", "torchbearer_ddp.slurm.")
+
+
+def exit_now(code: int) -> NoReturn:
+    """Ends this process after its exit handlers; a group with pending messages can hang an exit."""
+    late = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    os._exit(code)
+
+
+def report_of(error: BaseException) -> dict[str, Any]:
+    """What the launcher needs to know of a failure, as plain data."""
+    signum = _stop_signal(error)
+    code = error.code if isinstance(error, SystemExit) else None
+    return {
+        "kind": "error",
+        "type": type(error).__name__,
+        "host": socket.gethostname(),
+        # These messages are complete; where in our code they were raised does not help.
+        "message": str(error) if isinstance(error, LaunchError | WorkerError) else "",
+        "what": "\n\n".join(filter(None, (summary(error), users_traceback(error)))),
+        "exitcode": signum + 128 if signum else code if code in range(1, 256) else 1,
+        "signal": signum,
+        "secondary": bool(getattr(error, "secondary", False)),
+        "cause": getattr(error, "rank", None),
+        "cause_host": getattr(error, "host", None),
+    }
+
+
+def headline(error: BaseException, rank: int) -> str:
+    """What happened to a rank, in one line."""
+    if isinstance(error, DistributedError):
+        return str(error)
+    return f"Rank {rank} on {socket.gethostname()} {summary(error)}"
+
+
+def explain(error: BaseException, rank: int) -> str:
+    """What happened to a rank, with its traceback if that says more."""
+    report = report_of(error)
+    return str(report["message"] or f"Rank {rank} on {report['host']} {report['what']}")
+
+
+def summary(error: BaseException) -> str:
+    """What happened, in words that follow the rank's name."""
+    if signum := _stop_signal(error):
+        return f"was told to stop ({signal.Signals(signum).name})."
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    return f"raised {''.join(traceback.format_exception_only(error)).strip()}"
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback from the user's function on; empty after a request to stop."""
+    if _stop_signal(error):
+        return ""
+    frames = users_frames(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The frames from the user's function on, without the launching layers that called it."""
+    frames = trace
+    for launching in (False, True):
+        while frames and _is_launching(frames) is launching:
+            frames = frames.tb_next
+    return frames or trace
+
+
+def _is_launching(frames: TracebackType) -> bool:
+    return str(frames.tb_frame.f_globals.get("__name__", "")).startswith(_LAUNCHING)
+
+
+def _stop_signal(error: BaseException) -> int | None:
+    return stop_request.received() if isinstance(error, KeyboardInterrupt | SystemExit) else None

@@ -1,0 +1,173 @@
+"""Join and leave the group of ranks: rendezvous, device, threads, memory, timeout."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch.distributed has these names as well, but its types do not say so.
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.group import membership, memory, rendezvous
+from torchbearer_ddp.group.bounded import in_time
+from torchbearer_ddp.group.membership import Group, Member, gloo_interface, transport_timeout
+from torchbearer_ddp.group.roll_call import roll_call
+from torchbearer_ddp.version import __version__
+
+
+def join(
+    member: Member,
+    host: str,
+    ports: int | Sequence[int],
+    *,
+    serve: bool = False,
+    prefix: str = "run",
+) -> int:
+    """Meets the other ranks and makes the process group; returns the seed that all ranks share.
+
+    With several ports the store is on the first that was free on rank zero's host. ``serve`` makes
+    this process hold the store; ``prefix`` separates this run from another on the same store.
+
+    Raises:
+        LaunchError: If the ranks did not all arrive in time, or do not fit together.
+    """
+    if dist.is_initialized():
+        raise LaunchError(
+            "torch.distributed is already initialised, so run_distributed cannot make its group. "
+            "Remove the call to init_process_group: run_distributed does that."
+        )
+    ports = [ports] if isinstance(ports, int) else ports
+    deadline = time.monotonic() + member.timeout
+    meet = rendezvous.serve if serve else rendezvous.find
+    store = rendezvous.run_store(meet(host, ports, prefix, member.timeout), prefix)
+    roll = roll_call(store, member, deadline, serves=serve)
+    member = _with_place(member, roll)
+    _share_cores(member)
+    if torch.device(member.device).type == "cpu":
+        memory.keep_freed()
+    hosts = [entry["host"] for entry in roll]
+    group = Group(member, store, hosts, serves_store=serve, address=host)
+
+    def connect_ranks() -> None:
+        _init_process_group(store, member, host)
+        group.make_channels()
+
+    in_time(
+        connect_ranks,
+        deadline,
+        f"rank {member.rank} of {member.world_size} reached the store at {host}:{ports[0]} but the "
+        f"ranks could not connect to each other within {member.timeout:g} s. Check that the hosts "
+        "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
+    )
+    membership.set_current(group)
+    return int(roll[0]["seed"]) if member.seed is None else member.seed
+
+
+def join_single(member: Member) -> int | None:
+    """Prepares this process for a run of one rank; returns the seed that the user gave, if any."""
+    membership.set_current(None, _on_own_device(member))
+    return member.seed
+
+
+def leave() -> None:
+    """Closes the group after success; a broken one is left as it is, closing it could hang.
+
+    The rank that holds the store stays until the others have left, or for a few seconds.
+    """
+    group = membership.set_current(None)
+    if group is not None and dist.is_initialized():
+        _depart(group, rendezvous.LEAVE_SECONDS)
+        if not group.broken:
+            dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Leaves the group after a failure: nothing is closed, which could hang or hide the cause.
+
+    The rank that holds the store stays for a moment, so that the others can read the cause there.
+    """
+    group = membership.set_current(None)
+    if group is not None:
+        _depart(group, rendezvous.ABANDON_SECONDS)
+
+
+def _depart(group: Group, seconds: float) -> None:
+    wait = seconds if group.serves_store else 0.0
+    rendezvous.depart(group.store, group.member.world_size, wait)
+
+
+def _with_place(member: Member, roll: list[dict[str, Any]]) -> Member:
+    """The member with what only the roll call could tell: its place on its host, and its GPU."""
+    if member.local_rank < 0:
+        machine = roll[member.rank]["machine"]
+        local = [rank for rank, entry in enumerate(roll) if entry["machine"] == machine]
+        member = dataclasses.replace(
+            member, local_rank=local.index(member.rank), local_world_size=len(local)
+        )
+    return _on_own_device(member)
+
+
+def _on_own_device(member: Member) -> Member:
+    """Selects the device before any other CUDA call: no rank leaves a context on the first GPU."""
+    device = torch.device(device_of(member, torch.cuda.device_count()))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return dataclasses.replace(member, device=str(device))
+
+
+def device_of(member: Member, gpus: int) -> str:
+    """The device of a rank: plain ``cuda`` is its own GPU, or the only one that it can see.
+
+    Raises:
+        LaunchError: If there are fewer GPUs than ranks on this host.
+    """
+    if member.device != "cuda":
+        return member.device
+    index = 0 if gpus == 1 else member.local_rank
+    if index >= gpus:
+        raise LaunchError(
+            f"Rank {member.rank} is process number {index + 1} on this host but {gpus} GPUs are "
+            "visible: each rank needs its own. Start fewer here, or use --device cpu."
+        )
+    return f"cuda:{index}"
+
+
+def _init_process_group(store: Store, member: Member, host: str) -> None:
+    with gloo_interface(host):
+        dist.init_process_group(
+            member.backend,
+            store=rendezvous.own_connection(PrefixStore("torch", store)),
+            rank=member.rank,
+            world_size=member.world_size,
+            timeout=datetime.timedelta(seconds=transport_timeout(member.timeout)),
+        )
+
+
+def usable_cores() -> int:
+    """The cores this process may use (a container or Slurm may give fewer than the host has)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _share_cores(member: Member) -> None:
+    if "OMP_NUM_THREADS" not in os.environ and member.local_world_size > 1:
+        torch.set_num_threads(max(1, usable_cores() // member.local_world_size))
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on every rank for the numbers to be."""
+    return {
+        "torch": str(torch.__version__),
+        "torchbearer_ddp": __version__,
+        "the machine": platform.machine(),
+    }

@@ -1,0 +1,103 @@
+"""The roll call: every rank says who it is, and all agree that the ranks fit together.
+
+A missing rank, two processes with one rank, or nodes that disagree on the world size are found and
+named, with the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.group.bounded import in_time
+from torchbearer_ddp.group.membership import Member
+from torchbearer_ddp.group.rendezvous import ABANDON_SECONDS, POLL_SECONDS, STORE_SECONDS, depart
+
+
+def roll_call(
+    store: Store, member: Member, deadline: float, *, serves: bool
+) -> list[dict[str, Any]]:
+    """Waits until every rank has said who it is; returns what they said, by rank.
+
+    Raises:
+        LaunchError: If they do not all come, or do not fit together; the same on every rank.
+    """
+    lost = (
+        f"Lost the rendezvous store while waiting for the other ranks (rank {member.rank} of "
+        f"{member.world_size}): the process that holds it has ended or is frozen, or the network "
+        "is cut. See its output."
+    )
+    try:
+        # At the deadline it names the missing ranks itself, unless the store does not answer.
+        return in_time(lambda: _exchange(store, member, deadline), deadline + STORE_SECONDS, lost)
+    except LaunchError:
+        depart(store, member.world_size, ABANDON_SECONDS if serves else 0.0)
+        raise
+
+
+def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, Any]]:
+    """Registers this rank and waits for the registrations of the others."""
+    mine = {
+        "rank": member.rank,
+        "world_size": member.world_size,
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "seed": torch.initial_seed(),
+    }
+
+    def refuse(message: str) -> LaunchError:
+        # The first refusal counts: every rank raises the same one.
+        return LaunchError(store.compare_set("refused", "", message).decode())
+
+    known = {member.rank: mine}
+    if store.add(f"claim/{member.rank}", 1) > 1:
+        other = json.loads(store.get(f"here/{member.rank}"))
+        raise refuse(
+            f"Two processes have rank {member.rank}: process {other['pid']} on {other['host']} "
+            f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
+        )
+    store.set(f"here/{member.rank}", json.dumps(mine))
+    announced = False
+    while not announced or store.add("ready", 0) < member.world_size:
+        if store.check(["refused"]):
+            raise refuse("")
+        for rank in range(member.world_size):
+            if rank not in known and store.check([f"here/{rank}"]):
+                known[rank] = info = json.loads(store.get(f"here/{rank}"))
+                if info["world_size"] != member.world_size:
+                    raise refuse(
+                        f"The world size differs: {member.world_size} on rank {member.rank} "
+                        f"({mine['host']}), {info['world_size']} on rank {rank} "
+                        f"({info['host']}). Give every node the same --world-size."
+                    )
+        if len(known) == member.world_size and not announced:
+            store.add("ready", 1)
+            announced = True
+            continue
+        if time.monotonic() > deadline:
+            missing = [r for r in range(member.world_size) if r not in known]
+            raise refuse(
+                f"Only {len(known)} of {member.world_size} ranks arrived within "
+                f"{member.timeout:g} s; missing: {', '.join(map(str, missing)) or 'none'}. "
+                "Start them, see their output, or allow more time with --timeout."
+            )
+        time.sleep(POLL_SECONDS)
+    return [known[rank] for rank in range(member.world_size)]
+
+
+def _machine() -> str:
+    """Tells hosts with the same name apart, until they are rebooted."""
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}"
+    return socket.gethostname()

@@ -1,0 +1,277 @@
+"""Waiting for other ranks: bounded, and able to say which rank is missing and why.
+
+Each exchange has a sequence number, equal on all ranks while they are in step. A rank that has
+waited longer than ``POLL_SECONDS`` publishes its number and activity to the store. Ranks with the
+same number and different activities are out of step (``DesyncError``). A rank that has published
+nothing by the timeout is unresponsive (``PeerLost``); one that keeps publishing an older number is
+itself waiting and is not blamed. The first conclusion is recorded in the store and raised by every
+rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import socket
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any, TypeVar
+
+# torch.distributed has these names as well, but its types do not say so.
+from torch._C._distributed_c10d import Store
+
+from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
+from torchbearer_ddp.group import debug, failures
+from torchbearer_ddp.group.bounded import in_background, in_time
+from torchbearer_ddp.group.membership import FIRST_STEP_TIMEOUTS, Group
+from torchbearer_ddp.group.rendezvous import is_gone
+
+_T = TypeVar("_T")
+
+#: How long a wait lasts before it looks at the store; short against any timeout, long for a step.
+POLL_SECONDS = 1.0
+#: How long the cause of a broken connection may take to appear in the store.
+_CAUSE_SECONDS = 1.5
+_CAUSE_POLL_SECONDS = 0.1
+#: How long the store may take to answer; torch would wait forever if the network is cut.
+_STORE_SECONDS = 2.0
+_NO_ANSWER = "the store does not answer"
+
+
+class Wait:
+    """One wait for the other ranks.
+
+    Args:
+        group: The group whose ranks are waited for.
+        activity: What is exchanged, in words: equal on every rank that is in step.
+    """
+
+    def __init__(self, group: Group, activity: str) -> None:
+        group.sequence += 1
+        debug.note_exchange(activity)
+        self._group = group
+        self._sequence = group.sequence
+        self._activity = activity
+        self._started = time.monotonic()
+        self._polls = 0
+        #: The last entry of each rank that is behind, and when that entry was new.
+        self._behind: dict[int, tuple[bytes, float]] = {}
+
+    @property
+    def timeout(self) -> float:
+        """Seconds this wait may take."""
+        factor = 1 if self._group.past_first_step else FIRST_STEP_TIMEOUTS
+        return self._group.member.timeout * factor
+
+    def poll(self) -> None:
+        """Publishes this wait and reads the others'; call it every :data:`POLL_SECONDS`.
+
+        Raises:
+            PeerLost: If another rank has failed, or is unresponsive at the timeout.
+            DesyncError: If another rank waits for something else.
+        """
+        deadline = max(time.monotonic(), self._started + self.timeout) + _STORE_SECONDS
+        try:
+            in_time(self._compare_with_others, deadline, _NO_ANSWER)
+        except DistributedError as error:
+            self._group.broken = True
+            debug.report("a wait failed")
+            if not isinstance(error, LaunchError):
+                raise
+            raise self._store_lost(ended=error.__cause__ is not None) from error
+
+    def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
+        """The error to raise when the transport fails: the other rank's own cause, if it is known.
+
+        ``lost`` is the rank that is gone, where the transport knows it.
+        """
+        self._group.broken = True
+        deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
+        silent: list[int] = []
+        try:
+            silent = in_time(self._await_cause, deadline, _NO_ANSWER)
+        except DistributedError as known:
+            if not isinstance(known, LaunchError):
+                return known
+            if self._group.member.rank != 0:
+                silent = [0]  # rank 0, or the launcher on its host, held the store
+        if lost is not None:
+            silent = [lost]
+        suspects = f"rank {self._names(silent)}" if silent else "another rank"
+        here = f"Rank {self._group.member.rank} on {socket.gethostname()}"
+        return PeerLost(
+            f"Lost connection to {suspects}. It was killed, its host went down, or the network "
+            f"failed. See that rank's output. ({here} lost contact during {self._activity}; the "
+            f"transport said: {str(error).splitlines()[0][:200]})",
+            rank=silent[0] if silent else None,
+            host=self._group.hosts[silent[0]] if silent else None,
+        )
+
+    def _store_lost(self, *, ended: bool) -> PeerLost:
+        holder, waiter = self._names([0]), f"rank {self._group.member.rank}"
+        return PeerLost(
+            f"Rank {holder} or its launcher has ended: the store that it held is gone while "
+            f"{waiter} waited for {self._activity}. See its output for the cause."
+            if ended
+            else f"Rank {holder} did not answer within {self.timeout:g} s: it or its launcher "
+            f"holds the store that {waiter} needs while it waits for {self._activity}. It is "
+            "frozen, or the network is cut. See its output.",
+            rank=0,
+            host=self._group.hosts[0],
+        )
+
+    def _compare_with_others(self) -> None:
+        self._publish()
+        self._raise_conclusion()
+        entries = self._entries()
+        if any(self._is_out_of_step(entry) for entry in entries.values()):
+            self._record_conclusion(DesyncError, _out_of_step_message(entries))
+        if time.monotonic() - self._started > self.timeout:
+            self._record_conclusion(PeerLost, self._unresponsive_message(entries))
+
+    def _await_cause(self) -> list[int]:
+        """Raises the cause as soon as it is known, else returns the silent ranks."""
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        silent: list[int] = []
+        while time.monotonic() < deadline:
+            # Sleep first: a dying process closes its connections one by one, and if it held the
+            # store, the store must not be asked any more.
+            time.sleep(_CAUSE_POLL_SECONDS)
+            self._publish()
+            self._raise_conclusion()
+            entries = self._entries()
+            silent = [r for r in range(self._group.member.world_size) if r not in entries]
+        return silent
+
+    # What each waiting rank publishes.
+
+    def _publish(self) -> None:
+        if is_gone(self._group.store):
+            raise ConnectionResetError
+        self._polls += 1
+        entry = {"sequence": self._sequence, "activity": self._activity, "poll": self._polls}
+        self._group.store.set(f"board/{self._group.member.rank}", json.dumps(entry))
+
+    def _entries(self) -> dict[int, dict[str, Any]]:
+        """The entries of ranks that wait, for this exchange, a later or an earlier one."""
+        store, entries = self._group.store, {}
+        for rank in range(self._group.member.world_size):
+            if store.check([f"board/{rank}"]):
+                published = store.get(f"board/{rank}")
+                entry = json.loads(published)
+                if entry["sequence"] >= self._sequence or self._is_recent(rank, published):
+                    entries[rank] = entry
+        return entries
+
+    def _is_recent(self, rank: int, published: bytes) -> bool:
+        """True if a rank has published again since this wait began, and not long ago."""
+        now = time.monotonic()
+        before, since = self._behind.get(rank, (published, -math.inf))
+        if published != before:
+            since = now
+        self._behind[rank] = published, since
+        return now - since < 3 * POLL_SECONDS
+
+    def _is_out_of_step(self, entry: dict[str, Any]) -> bool:
+        return bool(entry["sequence"] == self._sequence and entry["activity"] != self._activity)
+
+    def _unresponsive_message(self, entries: dict[int, dict[str, Any]]) -> str:
+        silent = [r for r in range(self._group.member.world_size) if r not in entries]
+        if not silent:
+            return (
+                f"Every rank still waits after {self.timeout:g} s: {_activities(entries)}. What "
+                "one of them sent has not reached the other. Check the network between their hosts."
+            )
+        return (
+            f"Rank {self._names(silent)} did not answer within {self.timeout:g} s while the others "
+            f"waited for {self._activity}. It is frozen, overloaded or stuck. See its output, or "
+            "allow more time with --timeout."
+        )
+
+    # The conclusion: the first one recorded is the one that every rank raises.
+
+    def _record_conclusion(self, kind: type[DistributedError], message: str) -> None:
+        conclusion = json.dumps({"kind": kind.__name__, "message": message})
+        self._group.store.compare_set("verdict", "", conclusion)
+        self._raise_conclusion()
+
+    def _raise_conclusion(self) -> None:
+        store = self._group.store
+        if store.check(["failure"]):
+            failure = json.loads(store.get("failure"))
+            # On its own host the failed rank shows its traceback itself.
+            trace = failure["trace"] if failure["host"] != socket.gethostname() else ""
+            raise PeerLost(
+                f"Rank {failure['rank']} on {failure['host']} {failure['what']} "
+                f"(Rank {self._group.member.rank} stopped because of it.)"
+                + (f"\n\n{trace}" if trace else ""),
+                rank=failure["rank"],
+                host=failure["host"],
+            )
+        if store.check(["verdict"]):
+            conclusion = json.loads(store.get("verdict"))
+            kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[conclusion["kind"]]
+            raise kind(conclusion["message"])
+
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
+
+
+def _out_of_step_message(entries: dict[int, dict[str, Any]]) -> str:
+    return (
+        f"Ranks are out of step: {_activities(entries)}. Every rank must run the same steps; look "
+        "for a branch, a loop or a callback that only some ranks have."
+    )
+
+
+def _activities(entries: dict[int, dict[str, Any]]) -> str:
+    """What each rank waits for."""
+    return ", ".join(
+        f"rank {rank} waits for {entry['activity']}" for rank, entry in sorted(entries.items())
+    )
+
+
+def wait_for(work: Any, wait: Wait) -> None:
+    """Waits for a work object of torch.distributed, which ``async_op=True`` gave."""
+    interval = datetime.timedelta(seconds=min(POLL_SECONDS, wait.timeout))
+    while True:
+        try:
+            work.wait(interval)
+            return
+        except RuntimeError as error:
+            if work.is_completed():  # it failed, and did not only take longer than the interval
+                raise wait.connection_error(error) from error
+        wait.poll()
+
+
+def complete(action: Callable[[], _T], wait: Wait) -> _T:
+    """Runs a blocking action in another thread, which is abandoned if the wait fails first."""
+    future = in_background(action)
+    while not futures.wait([future], min(POLL_SECONDS, wait.timeout)).done:
+        wait.poll()
+    try:
+        return future.result()
+    except RuntimeError as error:
+        raise wait.connection_error(error) from error
+
+
+def report_failure(group: Group, error: BaseException) -> None:
+    """Records this rank's failure in the store, unless another rank's failure has caused it."""
+    if not (isinstance(error, DistributedError) and error.secondary):
+        trace = failures.users_traceback(error)
+        record_failure(group.store, group.member.rank, failures.summary(error), trace)
+
+
+def record_failure(store: Store, rank: int, what: str, trace: str = "") -> None:
+    """Records in the store why a rank of this host failed; the first record there counts."""
+    report = {"rank": rank, "host": socket.gethostname(), "what": what, "trace": trace}
+
+    def record() -> None:
+        if not is_gone(store):
+            store.compare_set("failure", "", json.dumps(report))
+
+    with contextlib.suppress(LaunchError):  # the store may have gone first, or be out of reach
+        in_time(record, time.monotonic() + _STORE_SECONDS, _NO_ANSWER)

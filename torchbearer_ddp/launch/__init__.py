@@ -1,0 +1,1 @@
+"""Starting the ranks: flags, the plan made from them, the supervisor, and what one rank does."""

@@ -1,0 +1,54 @@
+# ruff: noqa: E402 - the path comes first
+"""The first lines of a started rank; run as a file, so that nothing is imported before them.
+
+The rank must not outlive its launcher, also while torch is still being imported, and must find
+modules where the launcher does.
+"""
+
+import sys
+
+del sys.path[0]  # this package's own folder, whose modules are not to be imported from here
+
+import ctypes
+import json
+import os
+import signal
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel for a SIGKILL when the launcher ends; nothing can block that one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before it was watched
+        os._exit(1)
+
+
+def read_task(descriptor: int) -> tuple[dict[str, Any], bytes]:
+    """Reads the launcher's file: a line of JSON, then the pickled worker.
+
+    All ranks share the file's position, so each reads from the start without moving it.
+    """
+    content, size = b"", os.fstat(descriptor).st_size
+    while len(content) < size:
+        content += os.pread(descriptor, size - len(content), len(content))
+    os.close(descriptor)
+    head, _, payload = content.partition(b"\n")
+    return json.loads(head), payload
+
+
+if __name__ == "__main__":
+    index, parent, task, reports = map(int, sys.argv[1:])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker runs: an end without noise
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.set_inheritable(reports, False)
+    head, payload = read_task(task)
+    if head["plan"]["debug"]:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker runs: there is no place
+    sys.path[:], sys.argv[:] = head["path"], head["argv"]
+    from torchbearer_ddp.launch.rank import main
+
+    main(index, head["plan"], payload, reports)

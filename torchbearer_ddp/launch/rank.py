@@ -1,0 +1,133 @@
+"""What a rank does: join the group, run the worker, leave, and report to the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from torchbearer_ddp.data import randomness
+from torchbearer_ddp.errors import WorkerError
+from torchbearer_ddp.group import debug, failures, membership, stop_request, waiting
+from torchbearer_ddp.group.join import abandon, join, join_single, leave
+from torchbearer_ddp.launch import signals
+from torchbearer_ddp.launch.plan import Plan, make_plan
+
+_running = threading.local()
+
+
+def is_inside_worker() -> bool:
+    """True while this thread runs a worker."""
+    return getattr(_running, "rank", None) is not None
+
+
+def run_rank(
+    plan: Plan, index: int, worker_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Runs the worker in this process, as the ``index``-th rank of the plan."""
+    member = plan.member_at(index)
+    extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
+    _running.rank = member.rank
+    try:
+        if plan.launcher != "inline":
+            _show_crashes()
+        reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
+        with signals.handled(plan.grace, *extra), reporting:
+            try:
+                _join(plan, index)
+                result = worker_fn(*args, **kwargs)
+            except BaseException as error:
+                if isinstance(error, SystemExit) and not error.code:
+                    leave()  # sys.exit(0): an early end, not a failure
+                    raise
+                # Without destroy_process_group, which could hang and hide the cause.
+                if group := membership.current():
+                    waiting.report_failure(group, error)
+                abandon()
+                raise
+            leave()
+            return result
+    finally:
+        _running.rank = None
+
+
+def _join(plan: Plan, index: int) -> None:
+    member = plan.member_at(index)
+    if member.world_size == 1:
+        seed = join_single(member)
+    else:
+        serve = plan.serve and plan.launcher != "spawn"
+        seed = join(member, plan.host, plan.ports, serve=serve, prefix=plan.prefix)
+    if seed is not None:
+        randomness.seed_all(seed)
+
+
+def _show_crashes() -> None:
+    """Lets a crash in native code show the line of Python that it happened in."""
+    with contextlib.suppress(io.UnsupportedOperation, ValueError, AttributeError, RuntimeError):
+        if not faulthandler.is_enabled():  # stderr may have no descriptor: a notebook's has none
+            faulthandler.enable()
+
+
+def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) -> None:
+    """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
+    plan = Plan.from_fields(plan_fields)
+    try:
+        worker_fn, args, kwargs = cloudpickle.loads(payload)
+        share_names(worker_fn)
+        result = run_rank(plan, index, worker_fn, args, kwargs)
+        body = _pickled_result(result, plan.member_at(index).rank)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            body = cloudpickle.dumps(None)
+        else:
+            report = failures.report_of(error)
+            _send(reports, report)
+            # Exit handlers still run, but not the destructors of a group with pending messages.
+            failures.exit_now(report["exitcode"])
+    signum = stop_request.received()
+    _send(reports, {"kind": "result", "signal": signum}, body)
+    sys.exit(128 + signum if signum else 0)
+
+
+def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
+    """Runs this process, a task of a Slurm step, as the rank that its environment says it is."""
+    plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
+    task = cloudpickle.loads(payload)
+    share_names(task[0])
+    return run_rank(plan, 0, *task)
+
+
+def share_names(worker_fn: Callable[..., Any]) -> None:
+    """Puts what came with the worker into ``__main__``, where pickle looks for it by name."""
+    names = getattr(worker_fn, "__globals__", {})
+    if getattr(worker_fn, "__module__", None) == "__main__":
+        main_names = vars(sys.modules["__main__"])
+        main_names.update({k: v for k, v in names.items() if not k.startswith("__")})
+
+
+def _pickled_result(result: Any, rank: int) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        raise WorkerError(
+            f"Rank {rank} returned a {kind}, which cannot be sent to the launcher ({error}). "
+            "Return plain data, such as numbers, lists or tensors.",
+            rank=rank,
+        ) from error
+
+
+def _send(reports: int, head: dict[str, Any], body: bytes = b"") -> None:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(reports, "wb") as stream:
+        stream.write(json.dumps(head).encode() + b"\n" + body)

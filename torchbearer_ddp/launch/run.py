@@ -1,0 +1,224 @@
+"""Choose a launcher, run the ranks, collect their results."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from torchbearer_ddp.errors import DistributedError, LaunchError
+from torchbearer_ddp.group import failures, rendezvous, stop_request, waiting
+from torchbearer_ddp.group.join import usable_cores
+from torchbearer_ddp.launch import rank as rank_process
+from torchbearer_ddp.launch.flags import merge, read_flags, read_options
+from torchbearer_ddp.launch.plan import Plan, make_plan
+from torchbearer_ddp.launch.submission import submit_and_follow
+from torchbearer_ddp.launch.supervisor import Supervisor
+from torchbearer_ddp.log import logger
+
+#: Tells the runs of one process apart where they share a store.
+_runs = itertools.count()
+#: How long a launcher tries to record in the store of another host why its rank died.
+_PUBLISH_SECONDS = 2.0
+#: Marks an error with how this process ends if nobody catches it. A hook that held the error would
+#: keep its traceback, and the store of the failed run in it, for as long as the process lives.
+_ENDING = "_torchbearer_ddp_ending"
+#: How much later than its cause a failure is dated that only follows from it.
+_FOLLOWS_SECONDS = 2
+
+
+def run_distributed(
+    worker_fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    options: argparse.Namespace | None = None,
+    **overrides: Any,
+) -> list[Any]:
+    """Starts the ranks, runs the worker on each, and returns the results.
+
+    Who is to be started is read, in this order, from the arguments and flags, from torchrun's
+    environment, from the environment of a Slurm step; otherwise it is this process alone.
+
+    Example: ::
+
+        >>> from torchbearer_ddp import rank, run_distributed
+        >>> run_distributed(lambda x: x + rank(), args=(10,), nproc_per_node=2)
+        [10, 11]
+
+    Args:
+        worker_fn: The function to run; lambdas, closures and functions of a script or notebook
+            work as well.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        options: What a parser with :func:`add_arguments` parsed; without it the known flags are
+            read from ``sys.argv``.
+        overrides: Values that win over flags: ``launcher``, ``nproc_per_node``, ``nnodes``,
+            ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``, ``device``,
+            ``timeout``, ``seed``, ``grace``, ``debug``, ``slurm``.
+
+    Returns:
+        The results of the ranks that this call started, in the order of their ranks.
+
+    Raises:
+        ValueError: If arguments or flags do not fit together.
+        LaunchError: If the ranks could not be started, or did not find each other.
+        WorkerError: If a rank failed; its message is the first cause.
+        SystemExit: If a signal stopped the ranks; the code is 128 and the signal's number.
+    """
+    if rank_process.is_inside_worker():
+        raise LaunchError(
+            "run_distributed was called inside a worker that run_distributed itself has started. "
+            "Call it once, outside of the worker."
+        )
+    try:
+        plan = _plan(options, overrides)
+    except (ValueError, LaunchError) as error:
+        exit_with_message(error, 2)
+        raise
+    task = (worker_fn, tuple(args), kwargs or {})
+    try:
+        if plan.launcher == "slurm":
+            return submit_and_follow(task, plan)
+        if plan.member.rank == 0:
+            logger.info(plan.describe(_threads(plan)))
+        if plan.launcher == "spawn":
+            return _spawn(plan, task)
+    except ValueError as error:
+        exit_with_message(error, 2)
+        raise
+    except DistributedError as error:
+        exit_with_message(error, 1)
+        raise
+    return [_run_here(plan, task)]
+
+
+def _plan(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Plan:
+    if options is None:
+        submits = overrides.get("launcher") == "slurm"
+        flags = read_flags(sys.argv[1:], slurm=submits)
+    else:
+        flags = read_options(options)
+    plan = make_plan(merge(flags, overrides), os.environ, torch.cuda.device_count())
+    return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
+
+
+def _threads(plan: Plan) -> int:
+    """The CPU threads of each rank: the user's choice, or an equal share of the cores."""
+    if plan.member.world_size == 1 and plan.launcher != "spawn":
+        return torch.get_num_threads()
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen.isdigit():
+        return int(chosen)
+    return max(1, usable_cores() // max(1, plan.member.local_world_size))
+
+
+def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
+    """Starts the ranks of this host, which meet in a store that this process holds or reaches."""
+    base = None
+    if plan.serve:
+        base = rendezvous.serve_store(plan.host, plan.ports[0], plan.member.timeout)
+        plan = dataclasses.replace(plan, ports=(base.port,))
+    if plan.member.seed is None:
+        # The seed that the script has set, if any, is the one that a single process would use.
+        member = dataclasses.replace(plan.member, seed=torch.initial_seed())
+        plan = dataclasses.replace(plan, member=member)
+
+    def publish_failure(rank: int, text: str) -> None:
+        with contextlib.suppress(LaunchError):  # the store's host is gone, and so are its ranks
+            store = base or rendezvous.connect(plan.host, plan.ports[0], _PUBLISH_SECONDS)
+            waiting.record_failure(rendezvous.run_store(store, plan.prefix), rank, text)
+
+    threads = None if "OMP_NUM_THREADS" in os.environ else _threads(plan)
+    seconds = rendezvous.ABANDON_SECONDS
+    try:
+        results = Supervisor(plan, threads, publish_failure).run(task)
+        seconds = rendezvous.LEAVE_SECONDS
+        return results
+    finally:
+        if base is not None and plan.member.world_size > plan.member.local_world_size:
+            store = rendezvous.run_store(base, plan.prefix)
+            rendezvous.await_departures(store, plan.member.world_size, seconds)
+
+
+def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
+    """Runs the one rank that this process is."""
+    rank, alone = plan.member.rank, plan.member.world_size == 1
+    try:
+        result = rank_process.run_rank(plan, 0, *task)
+    except KeyboardInterrupt:
+        if alone:
+            raise
+        raise SystemExit(128 + signal.SIGINT) from None
+    except SystemExit as error:
+        if not alone and error.code and not stop_request.received():
+            text = failures.explain(error, rank)
+            logger.error(text)  # Python itself says nothing about sys.exit
+            _report_to_torchrun(plan, error, text)
+        raise
+    except Exception as error:
+        if not alone:
+            exit_with_message(error, 1, failures.headline(error, rank), force=True)
+            _report_to_torchrun(plan, error, failures.explain(error, rank))
+        raise
+    if signum := stop_request.received():
+        raise SystemExit(128 + signum)
+    return result
+
+
+def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
+    """Writes the failure where torchrun looks for it, so that its summary names the first cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if plan.launcher != "torchrun" or not path:
+        return
+    # It takes the earliest failure for the cause and counts whole seconds: what only follows from
+    # another failure must not be as early.
+    when = int(time.time()) + (_FOLLOWS_SECONDS if getattr(error, "secondary", False) else 0)
+    details = {"py_callstack": text, "timestamp": str(when)}
+    report = {"message": {"message": text, "extraInfo": details}}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps(report))
+
+
+def exit_with_message(
+    error: Exception, exitcode: int, text: str | None = None, *, force: bool = False
+) -> None:
+    """If nobody catches this error, the process ends with this message instead of a traceback.
+
+    The traceback of this process would bury the cause, which is another rank's or in the flags.
+    ``text`` replaces the error's own message; the traceback of a user's error follows it. ``force``
+    skips what could hang: the end of a group with pending messages.
+    """
+    setattr(error, _ENDING, (exitcode, text or str(error), force))
+    previous = sys.excepthook
+    if hasattr(previous, _ENDING):
+        return
+
+    def hook(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
+        if not hasattr(found, _ENDING):
+            previous(kind, found, trace)
+            return
+        code, shown, at_once = getattr(found, _ENDING)
+        # In place of Python's traceback, so to stderr itself; one write, as ranks share a terminal.
+        sys.stderr.write(f"torchbearer_ddp: {shown}\n")
+        if not isinstance(found, DistributedError) and code != 2:
+            own = failures.users_frames(trace)
+            previous(kind, found.with_traceback(own), own)
+        if at_once:
+            failures.exit_now(code)
+        raise SystemExit(code)
+
+    setattr(hook, _ENDING, True)
+    sys.excepthook = hook

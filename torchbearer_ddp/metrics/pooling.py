@@ -1,0 +1,162 @@
+"""The arithmetic of pooling: what the ranks have summed and kept, as if one had seen it all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchbearer.metrics import Var
+
+from torchbearer_ddp.data.sampling import interleave, positions
+
+#: How many values are kept one by one before they are stacked.
+_STACK = 256
+
+
+class Ledger:
+    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` of one rank.
+
+    Its attributes are plain data, so a checkpoint in mid-epoch can hold them.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[torch.Tensor]] = {}
+        self._counts: list[float] = []
+        self._loose = 0
+        self._every_batch = True
+
+    def take(self, metric: Any) -> None:
+        """Takes what the metric has summed since it was :func:`emptied <empty>`."""
+        if not torch.is_tensor(metric._sum):  # this batch did not feed it
+            self._every_batch = False
+            return
+        self._columns.setdefault("sums", []).append(metric._sum[None])
+        if isinstance(metric, Var):
+            self._columns.setdefault("squares", []).append(metric._sum_sq[None])
+        self._counts.append(float(metric._count))
+        self._loose += 1
+        if self._loose == _STACK:  # so that a long epoch takes little memory
+            for column in self._columns.values():
+                column[-_STACK:] = [torch.cat(column[-_STACK:])]
+            self._loose = 0
+
+    def entry(self) -> dict[str, Any] | None:
+        """The ledger as plain data for other ranks, or None if nothing was added."""
+        if not self._counts:
+            return None
+        columns = {name: torch.cat(column).cpu() for name, column in self._columns.items()}
+        return {
+            "squares": None,
+            **columns,
+            "counts": torch.tensor(self._counts, dtype=torch.float64),
+            "every batch": self._every_batch,
+        }
+
+
+def empty(metric: Any) -> None:
+    """Makes a metric that sums begin anew."""
+    metric._sum, metric._count = 0.0, 0
+    if isinstance(metric, Var):
+        metric._sum_sq = 0.0
+
+
+def pool(
+    entries: Sequence[dict[str, Any] | None],
+    sizes: Sequence[torch.Tensor],
+    *,
+    by_step: bool,
+    of_loss: bool = False,
+    summed: bool = False,
+) -> dict[str, Any] | None:
+    """The attributes that a metric would have if one process had seen what all ranks have.
+
+    Args:
+        entries: The ledger of each rank.
+        sizes: The batch sizes of each rank, by step.
+        by_step: True where the batches of one step are parts of one batch. Else they are batches
+            of one process, and are added up in the order and precision in which it would.
+        of_loss: True if the metric is fed with the loss of each batch.
+        summed: True if the loss of a batch is the sum over its samples.
+    """
+    filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
+    if not filled:
+        return None
+    columns = {"_sum": "sums", "_sum_sq": "squares"}
+    if filled[0][0]["squares"] is None:
+        del columns["_sum_sq"]
+    if by_step and _is_per_batch(filled, of_loss):
+        values = _step_values(filled, summed=summed and of_loss)
+        powers = {"_sum": values, "_sum_sq": values.square()}
+        pooled = {name: _total(powers[name], filled[0][0][columns[name]].dtype) for name in columns}
+        return {**pooled, "_count": float(len(values))}
+    pooled = {}
+    for name, column in columns.items():
+        batches = interleave([e[column] for e, _ in filled])
+        if by_step:
+            pooled[name] = _total(torch.stack(batches), batches[0].dtype)
+        else:
+            pooled[name] = functools.reduce(torch.add, batches)
+    return {**pooled, "_count": sum(float(e["counts"].sum()) for e, _ in filled)}
+
+
+def _total(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.double().sum(0).to(dtype)
+
+
+def _is_per_batch(filled: list[tuple[dict[str, Any], torch.Tensor]], of_loss: bool) -> bool:
+    """Whether a metric is fed with one value for each batch, and not for each sample."""
+    single = all(e["every batch"] and bool((e["counts"] == 1).all()) for e, _ in filled)
+    return single and (of_loss or any(bool((size > 1).any()) for _, size in filled))
+
+
+def _step_values(
+    filled: list[tuple[dict[str, Any], torch.Tensor]], *, summed: bool
+) -> torch.Tensor:
+    """The value of each step's whole batch, from its parts."""
+    steps = max(len(entry["sums"]) for entry, _ in filled)
+    shape = filled[0][0]["sums"].shape[1:]
+    total = torch.zeros(steps, *shape, dtype=torch.float64)
+    weight = torch.zeros(steps, *(1 for _ in shape), dtype=torch.float64)
+    for entry, sizes in filled:
+        part = torch.ones_like(sizes) if summed else sizes
+        part = part.double().view(-1, *(1 for _ in shape))
+        total[: len(part)] += entry["sums"] * part
+        weight[: len(part)] += part
+    return total if summed else total / weight
+
+
+def in_order(parts: Sequence[torch.Tensor | None], block: int) -> torch.Tensor | None:
+    """Rows of all ranks in the order before they were dealt.
+
+    Args:
+        parts: The rows of each rank; None for a rank without any.
+        block: How many rows in a row each rank got in turn.
+    """
+    present = [(rank, part) for rank, part in enumerate(parts) if part is not None]
+    if not present:
+        return None
+    places = [positions(len(part), rank, len(parts), block) for rank, part in present]
+    return torch.cat([part for _, part in present])[torch.argsort(torch.cat(places))]
+
+
+def average(values: Sequence[Any]) -> Any:
+    """The average of the values that are there: numbers, tensors, and lists or dicts of them.
+
+    Args:
+        values: A value of each rank; None for a rank without one.
+    """
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: average([value.get(key) for value in found]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(average(each) for each in zip(*found, strict=False))
+    if torch.is_tensor(first):
+        return torch.stack([value.double() for value in found]).mean(0).to(first.dtype)
+    if isinstance(first, int | float) and not isinstance(first, bool):
+        return sum(found) / len(found)
+    return first

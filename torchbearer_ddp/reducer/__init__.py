@@ -1,1 +1,0 @@
-"""Gradients: what travels (buckets, header) and how (one file per transport)."""

@@ -1,0 +1,1 @@
+"""Submission to a Slurm cluster through submitit."""
