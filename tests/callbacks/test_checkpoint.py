@@ -231,18 +231,16 @@ def test_tied_parameters_are_saved_once(tmp_path):
     assert saved["0.weight"].data_ptr() != saved["2.weight"].data_ptr()
 
 
-def test_resume_true_false_and_a_path(tmp_path, capsys):
+def test_resume_true_false_and_a_path(tmp_path, caplog):
     with pytest.raises(CheckpointError, match=r"resume=True, but there is no checkpoint in"):
         train(tmp_path, resume=True)
     expected = train(tmp_path, epochs=2, resume=False)
-    text = capsys.readouterr().err
-    assert "continuing" not in text
+    assert "continuing" not in caplog.text
     with pytest.raises(CheckpointError, match=r"resume=False .* epoch-0002\.pt"):
         train(tmp_path, resume=False)
     assert_same(train(tmp_path, epochs=2, resume=True), expected)
-    text = capsys.readouterr().err
-    assert text.count("continuing from") == 1
-    assert "to start afresh" in text
+    assert caplog.text.count("continuing from") == 1
+    assert "to start afresh" in caplog.text
     # From the first epoch's file into another folder; and a file that is not there.
     first = tmp_path / "epoch-0001.pt"
     assert_same(train(tmp_path / "other", epochs=2, resume=first), expected)

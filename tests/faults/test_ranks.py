@@ -114,14 +114,14 @@ def test_a_rank_fails(launcher, event, on, transport):
         spoke = event in ("raise", "exit")
         cause = f"torchbearer_ddp: Rank {on} on {HOST} {WORDS[event]}"
         if launcher != "spawn" and not spoke:  # only its parent, which is not ours, knows how
-            cause = f"torchbearer_ddp: No word from rank {on} on {HOST} any more: it was killed"
+            cause = f"torchbearer_ddp: Lost connection to rank {on} on {HOST}. It was killed"
         assert first_words(survivor).startswith(cause), run.text()
         if spoke:
             # It is said in full once, by the rank itself, and marked where another repeats it.
             assert first_words(run.terminal(on)).startswith(cause), run.text()
             assert run.text().count("in train\n") == (2 if launcher == "torchrun" else 1)
             lines = [line for program in run.programs for line in ours(program)]
-            mark = f"(Rank {1 - on} only stopped with it.)\n"
+            mark = f"(Rank {1 - on} stopped because of it.)\n"
             repeated = [] if launcher == "spawn" else [True]
             assert sorted(line.endswith(mark) for line in lines) == [False, *repeated]
         assert "run_distributed" not in run.text().partition("torch.distributed.run")[0]

@@ -57,7 +57,7 @@ def test_a_refusal_leaves_nothing_behind_but_keeps_what_was_there(sbatch, tmp_pa
     kept.mkdir(0o700)
     (kept / "older.pkl").touch()
     for folder in (kept, tmp_path / "a" / "b"):
-        with pytest.raises(LaunchError, match=r"Slurm did not take the job: no room\. See"):
+        with pytest.raises(LaunchError, match=r"sbatch rejected the job: no room\. See"):
             submit_slurm(_worker, folder=folder)
     assert [path.name for path in kept.iterdir()] == ["older.pkl"]
     assert not (tmp_path / "a").exists()

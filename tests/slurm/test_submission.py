@@ -149,7 +149,7 @@ def test_srun_sbatch_arrays_and_salloc_do_what_is_meant(cluster, tmp_path):
 def test_what_slurm_refuses_is_one_clear_error_without_leftovers(
     cluster, tmp_path, parameters, reason
 ):
-    with pytest.raises(LaunchError, match=f"(?i)Slurm did not take the job: .*({reason})"):
+    with pytest.raises(LaunchError, match=f"(?i)sbatch rejected the job: .*({reason})"):
         submit_slurm(training.tell, folder=tmp_path / "new" / "jobs", **parameters)
     assert not (tmp_path / "new").exists()
     assert cluster.live_jobs() == ""

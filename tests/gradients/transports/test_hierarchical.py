@@ -105,7 +105,7 @@ def test_a_killed_peer_is_named_on_both_hosts(tmp_path):
         membership.current().warm = True
         if collectives.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerLost, match="No word from rank 1 "):
+        with pytest.raises(PeerLost, match="Lost connection to rank 1 "):
             add_up(transport, bucket)
         (tmp_path / str(collectives.rank())).touch()
 

@@ -67,7 +67,7 @@ class LocalRanks:
             if stamp.round != number:
                 self.group.broken = True
                 raise DesyncError(
-                    f"Rank {self.local[index].rank} is in another place than rank "
+                    f"Rank {self.local[index].rank} is at a different exchange than rank "
                     f"{self.local[self.me].rank}: this bucket's round is {stamp.round} there and "
                     f"{number} here. Every rank must take the same steps: look for a loop, a stop "
                     "or a callback that only some ranks have."
