@@ -337,20 +337,20 @@ def test_what_cannot_be_shared_raises_on_every_rank():
 
     batches = [(torch.zeros(1), torch.zeros(1))] * 4
     cases = [
-        (batches, "list cannot be shared out.*ShardData"),
-        (Picky("here"), "Picky cannot be shared out"),
+        (batches, "list cannot be sharded.*ShardData"),
+        (Picky("here"), "Picky cannot be sharded"),
         (Overruling(numbers(4)), "it changes collate_fn"),
         (DataLoader(numbers(4), sampler=Endless()), "Endless.*has no length"),
     ]
     for loader, message in cases:
         with pytest.raises(ValueError, match=message):
             shard(loader)
-    with pytest.raises(ValueError, match="list cannot be shared out"):
+    with pytest.raises(ValueError, match="list cannot be sharded"):
         make_trial(Seen()).with_train_generator(batches).run(1)
     with pytest.raises(ValueError, match=r"between 2 ranks.*batch size 3.*multiple of 2"):
         make_trial(Seen(), global_batch=True).with_train_generator(DataLoader(numbers(9), 3)).run(1)
     one_bad = batches if collectives.rank() == 1 else DataLoader(numbers(4))
-    with pytest.raises((ValueError, DistributedError), match="list cannot be shared out"):
+    with pytest.raises((ValueError, DistributedError), match="list cannot be sharded"):
         make_trial(Seen()).with_val_generator(one_bad).evaluate()
     assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
 

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: bounded, and able to say which rank is missing and why.
+"""Waiting for other ranks: never longer than the timeout, with an error that names the cause.
 
 Each exchange has a sequence number, equal on all ranks while they are in step. A rank that has
 waited longer than ``POLL_SECONDS`` publishes its number and activity to the store. Ranks with the
@@ -31,7 +31,7 @@ from torchbearer_ddp.group.rendezvous import is_gone
 
 _T = TypeVar("_T")
 
-#: How long a wait lasts before it looks at the store; short against any timeout, long for a step.
+#: How long a wait lasts before it reads the store: shorter than any timeout, longer than a step.
 POLL_SECONDS = 1.0
 #: How long the cause of a broken connection may take to appear in the store.
 _CAUSE_SECONDS = 1.5
@@ -46,7 +46,7 @@ class Wait:
 
     Args:
         group: The group whose ranks are waited for.
-        activity: What is exchanged, in words: equal on every rank that is in step.
+        activity: What is exchanged, for messages: equal on every rank that is in step.
     """
 
     def __init__(self, group: Group, activity: str) -> None:
@@ -67,7 +67,7 @@ class Wait:
         return self._group.member.timeout * factor
 
     def poll(self) -> None:
-        """Publishes this wait and reads the others'; call it every :data:`POLL_SECONDS`.
+        """Publishes this wait and reads those of other ranks; call it every :data:`POLL_SECONDS`.
 
         Raises:
             PeerLost: If another rank has failed, or is unresponsive at the timeout.
@@ -84,9 +84,9 @@ class Wait:
             raise self._store_lost(ended=error.__cause__ is not None) from error
 
     def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
-        """The error to raise when the transport fails: the other rank's own cause, if it is known.
+        """The error to raise when the transport fails: the failed rank's own, if it recorded one.
 
-        ``lost`` is the rank that is gone, where the transport knows it.
+        ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
@@ -133,12 +133,12 @@ class Wait:
             self._record_conclusion(PeerLost, self._unresponsive_message(entries))
 
     def _await_cause(self) -> list[int]:
-        """Raises the cause as soon as it is known, else returns the silent ranks."""
+        """Raises the cause as soon as it is recorded, else returns the silent ranks."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         silent: list[int] = []
         while time.monotonic() < deadline:
-            # Sleep first: a dying process closes its connections one by one, and if it held the
-            # store, the store must not be asked any more.
+            # Sleep first: a process that ends closes its connections one by one, and if it held
+            # the store, the store must not be used any more.
             time.sleep(_CAUSE_POLL_SECONDS)
             self._publish()
             self._raise_conclusion()
@@ -153,21 +153,21 @@ class Wait:
             raise ConnectionResetError
         self._polls += 1
         entry = {"sequence": self._sequence, "activity": self._activity, "poll": self._polls}
-        self._group.store.set(f"board/{self._group.member.rank}", json.dumps(entry))
+        self._group.store.set(f"waiting/{self._group.member.rank}", json.dumps(entry))
 
     def _entries(self) -> dict[int, dict[str, Any]]:
         """The entries of ranks that wait, for this exchange, a later or an earlier one."""
         store, entries = self._group.store, {}
         for rank in range(self._group.member.world_size):
-            if store.check([f"board/{rank}"]):
-                published = store.get(f"board/{rank}")
+            if store.check([f"waiting/{rank}"]):
+                published = store.get(f"waiting/{rank}")
                 entry = json.loads(published)
                 if entry["sequence"] >= self._sequence or self._is_recent(rank, published):
                     entries[rank] = entry
         return entries
 
     def _is_recent(self, rank: int, published: bytes) -> bool:
-        """True if a rank has published again since this wait began, and not long ago."""
+        """True if a rank has published something new during this wait, and recently."""
         now = time.monotonic()
         before, since = self._behind.get(rank, (published, -math.inf))
         if published != before:
@@ -195,7 +195,7 @@ class Wait:
 
     def _record_conclusion(self, kind: type[DistributedError], message: str) -> None:
         conclusion = json.dumps({"kind": kind.__name__, "message": message})
-        self._group.store.compare_set("verdict", "", conclusion)
+        self._group.store.compare_set("conclusion", "", conclusion)
         self._raise_conclusion()
 
     def _raise_conclusion(self) -> None:
@@ -211,8 +211,8 @@ class Wait:
                 rank=failure["rank"],
                 host=failure["host"],
             )
-        if store.check(["verdict"]):
-            conclusion = json.loads(store.get("verdict"))
+        if store.check(["conclusion"]):
+            conclusion = json.loads(store.get("conclusion"))
             kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[conclusion["kind"]]
             raise kind(conclusion["message"])
 
@@ -228,7 +228,7 @@ def _out_of_step_message(entries: dict[int, dict[str, Any]]) -> str:
 
 
 def _activities(entries: dict[int, dict[str, Any]]) -> str:
-    """What each rank waits for."""
+    """A list of what each rank waits for."""
     return ", ".join(
         f"rank {rank} waits for {entry['activity']}" for rank, entry in sorted(entries.items())
     )
@@ -248,7 +248,7 @@ def wait_for(work: Any, wait: Wait) -> None:
 
 
 def complete(action: Callable[[], _T], wait: Wait) -> _T:
-    """Runs a blocking action in another thread, which is abandoned if the wait fails first."""
+    """Runs a blocking action in another thread, which is left running if the wait fails first."""
     future = in_background(action)
     while not futures.wait([future], min(POLL_SECONDS, wait.timeout)).done:
         wait.poll()
@@ -266,12 +266,12 @@ def report_failure(group: Group, error: BaseException) -> None:
 
 
 def record_failure(store: Store, rank: int, what: str, trace: str = "") -> None:
-    """Records in the store why a rank of this host failed; the first record there counts."""
+    """Records in the store why a rank of this host failed; only the first record is kept."""
     report = {"rank": rank, "host": socket.gethostname(), "what": what, "trace": trace}
 
     def record() -> None:
         if not is_gone(store):
             store.compare_set("failure", "", json.dumps(report))
 
-    with contextlib.suppress(LaunchError):  # the store may have gone first, or be out of reach
+    with contextlib.suppress(LaunchError):  # the store may be closed or unreachable
         in_time(record, time.monotonic() + _STORE_SECONDS, _NO_ANSWER)
