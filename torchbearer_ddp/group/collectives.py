@@ -168,6 +168,17 @@ def raise_together(error: BaseException | None, name: str) -> None:
     raise_first(found)
 
 
+def run_together(action: Callable[[], _T], name: str) -> _T:
+    """Runs an action on every rank; if it raises on any rank, all ranks raise."""
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    raise_together(error, name)
+    return result
+
+
 def describe_error(error: BaseException | None) -> list[str] | None:
     """An error as plain data, for :func:`raise_first` on other ranks."""
     return None if error is None else [type(error).__name__, str(error)]

@@ -1,4 +1,4 @@
-"""The arithmetic of pooling: what the ranks have summed and kept, as if one had seen it all."""
+"""The arithmetic of pooling: sums of all ranks, combined as one process would compute them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STACK = 256
 
 
 class Ledger:
-    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` of one rank.
+    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` on one rank.
 
     Its attributes are plain data, so a checkpoint in mid-epoch can hold them.
     """
@@ -24,23 +24,23 @@ class Ledger:
     def __init__(self) -> None:
         self._columns: dict[str, list[torch.Tensor]] = {}
         self._counts: list[float] = []
-        self._loose = 0
+        self._unstacked = 0
         self._every_batch = True
 
     def take(self, metric: Any) -> None:
-        """Takes what the metric has summed since it was :func:`emptied <empty>`."""
-        if not torch.is_tensor(metric._sum):  # this batch did not feed it
+        """Records what the metric has summed since :func:`empty` was called on it."""
+        if not torch.is_tensor(metric._sum):  # this batch had no input for it
             self._every_batch = False
             return
         self._columns.setdefault("sums", []).append(metric._sum[None])
         if isinstance(metric, Var):
             self._columns.setdefault("squares", []).append(metric._sum_sq[None])
         self._counts.append(float(metric._count))
-        self._loose += 1
-        if self._loose == _STACK:  # so that a long epoch takes little memory
+        self._unstacked += 1
+        if self._unstacked == _STACK:  # one large tensor takes less memory than many small ones
             for column in self._columns.values():
                 column[-_STACK:] = [torch.cat(column[-_STACK:])]
-            self._loose = 0
+            self._unstacked = 0
 
     def entry(self) -> dict[str, Any] | None:
         """The ledger as plain data for other ranks, or None if nothing was added."""
@@ -56,7 +56,7 @@ class Ledger:
 
 
 def empty(metric: Any) -> None:
-    """Makes a metric that sums begin anew."""
+    """Sets a metric's sums to zero."""
     metric._sum, metric._count = 0.0, 0
     if isinstance(metric, Var):
         metric._sum_sq = 0.0
@@ -70,14 +70,14 @@ def pool(
     of_loss: bool = False,
     summed: bool = False,
 ) -> dict[str, Any] | None:
-    """The attributes that a metric would have if one process had seen what all ranks have.
+    """The attributes that a metric would have if one process had seen the data of all ranks.
 
     Args:
-        entries: The ledger of each rank.
+        entries: The ledger of each rank, or None for a rank without one.
         sizes: The batch sizes of each rank, by step.
-        by_step: True where the batches of one step are parts of one batch. Else they are batches
-            of one process, and are added up in the order and precision in which it would.
-        of_loss: True if the metric is fed with the loss of each batch.
+        by_step: True if the ranks' batches of one step are parts of one batch. Otherwise each is a
+            batch of one process; sums are added in the order and precision of that process.
+        of_loss: True if the metric's input is the loss of each batch.
         summed: True if the loss of a batch is the sum over its samples.
     """
     filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
@@ -106,7 +106,7 @@ def _total(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_per_batch(filled: list[tuple[dict[str, Any], torch.Tensor]], of_loss: bool) -> bool:
-    """Whether a metric is fed with one value for each batch, and not for each sample."""
+    """True if a metric has one input value per batch, and not one per sample."""
     single = all(e["every batch"] and bool((e["counts"] == 1).all()) for e, _ in filled)
     return single and (of_loss or any(bool((size > 1).any()) for _, size in filled))
 
@@ -128,12 +128,7 @@ def _step_values(
 
 
 def in_order(parts: Sequence[torch.Tensor | None], block: int) -> torch.Tensor | None:
-    """Rows of all ranks in the order before they were dealt.
-
-    Args:
-        parts: The rows of each rank; None for a rank without any.
-        block: How many rows in a row each rank got in turn.
-    """
+    """The rows of all ranks (None for a rank without any) in their order before sharding."""
     present = [(rank, part) for rank, part in enumerate(parts) if part is not None]
     if not present:
         return None
@@ -142,10 +137,9 @@ def in_order(parts: Sequence[torch.Tensor | None], block: int) -> torch.Tensor |
 
 
 def average(values: Sequence[Any]) -> Any:
-    """The average of the values that are there: numbers, tensors, and lists or dicts of them.
+    """The average of the ranks' values: numbers, tensors, and lists or dicts of them.
 
-    Args:
-        values: A value of each rank; None for a rank without one.
+    A rank without a value has None.
     """
     found = [value for value in values if value is not None]
     if not found:
