@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import ranks
-from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
+from torchbearer_ddp.errors import CheckpointError, DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.group import collectives, membership
 from torchbearer_ddp.group.waiting import Wait, complete
 
@@ -27,9 +27,38 @@ def test_broadcast_plain_data_and_tensors():
     assert value[2] is None
     assert torch.equal(value["a"][1][0], torch.arange(3))
     tensors = [torch.full((2, 2), float(collectives.rank())), torch.tensor(collectives.rank())]
-    collectives.broadcast_tensors(tensors, "tensors", source=1)
-    assert torch.equal(tensors[0], torch.ones(2, 2))
-    assert tensors[1].item() == 1
+    collectives.broadcast_tensors(tensors, "tensors")
+    assert torch.equal(tensors[0], torch.zeros(2, 2))
+    assert tensors[1].item() == 0
+    long = collectives.broadcast("x" * 5000 if collectives.is_rank_zero() else "", "long")
+    assert long == "x" * 5000
+
+
+@ranks(2)
+def test_what_rank_zero_returns_or_raises_reaches_all():
+    zero = collectives.is_rank_zero()
+    assert collectives.from_rank_zero(lambda: [collectives.rank(), {}], "a value") == [0, {}]
+
+    def fails():
+        raise CheckpointError("no file")
+
+    with pytest.raises(CheckpointError, match="^no file$" if zero else "^Rank 0: no file$") as one:
+        collectives.from_rank_zero(fails, "a file")
+    assert one.value.secondary is not zero
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+@ranks(2)
+def test_an_action_that_fails_on_one_rank_fails_on_all():
+    assert collectives.run_together(collectives.rank, "a rank") == collectives.rank()
+
+    def fails_on_rank_one():
+        if collectives.rank() == 1:
+            raise KeyError("annotations")
+
+    kind = KeyError if collectives.rank() == 1 else DistributedError
+    with pytest.raises(kind, match="annotations"):
+        collectives.run_together(fails_on_rank_one, "an action")
 
 
 @ranks(2)

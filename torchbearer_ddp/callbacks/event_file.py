@@ -1,9 +1,9 @@
-"""A file that TensorBoard reads: one record per event, in the kernel's hands as soon as written.
+"""A file that TensorBoard reads: one record per event, written without a buffer.
 
-tensorboardX's own writer hands events to a background thread through a bounded queue. Its first
-failed write (a full disk) ends that thread, after which the queue fills and training waits for it
-for ever; and what is still queued is lost when the process is ended. Records are small, so they are
-written here and now instead: an error is an ``OSError`` where it happens, and nothing is pending.
+tensorboardX's own writer passes events to a background thread through a bounded queue. The first
+failed write (a full disk) ends that thread; then the queue fills and training blocks forever.
+Queued events are lost when the process is killed. Records are small, so they are written directly
+instead: an error is an ``OSError`` of the call that writes, and no event is pending.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 
 class EventFile:
-    """Makes a new event file; no other run ever writes to the same one.
-
-    Args:
-        folder: The folder, which is made where it is missing.
-
-    Raises:
-        OSError: If the file cannot be made.
-    """
+    """A new event file, to which no other run writes; every method may raise ``OSError``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,28 +33,15 @@ class EventFile:
         self.write(Event(file_version="brain.Event:2"))
 
     def begin_session(self, first_step: int) -> None:
-        """Says that a training begins, or goes on, at this step.
+        """Records that training begins, or continues, at this step.
 
-        TensorBoard drops what was written into this folder before about this step and later ones: a
-        resumed run has one curve, not two.
-
-        Args:
-            first_step: The first step that will be written.
-
-        Raises:
-            OSError: If it cannot be written.
+        TensorBoard then ignores earlier events of this folder for this step and later ones, so that
+        a resumed run has one curve, not two.
         """
         self.write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, event: Any) -> None:
-        """Appends an event, whole or not at all.
-
-        Args:
-            event: A tensorboardX ``Event``; it is stamped with the time of this call.
-
-        Raises:
-            OSError: If it cannot be written; the file then ends with the event before.
-        """
+        """Appends an event with the current time; after an error the file has only whole events."""
         event.wall_time = time.time()
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
@@ -79,7 +59,7 @@ class EventFile:
         self._size += len(record)
 
     def close(self) -> None:
-        """Closes the file; every event is in it already. A later one opens it again."""
+        """Closes the file; the next event opens it again."""
         self._file.close()
 
 

@@ -23,20 +23,8 @@ from torchbearer_ddp.data.sampling import (
 )
 
 _MARK = "_torchbearer_ddp_share"
-#: The arguments that a share takes from its loader's attributes.
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+#: The arguments of a DataLoader that a share does not take from its loader's attributes.
+_REPLACED = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
 @dataclass(frozen=True)
@@ -205,12 +193,9 @@ def _total(loader: Any) -> int | None:
 def _rebuild(loader: Any, changes: dict[str, Any]) -> DataLoader[Any]:
     """The same kind of loader with changed arguments; a subclass gets those of its constructor."""
     kind = type(loader)
-    arguments = {name: getattr(loader, name) for name in _KEPT}
-    if kind is not DataLoader:
-        known = inspect.signature(DataLoader.__init__).parameters
-        extra = [name for name in inspect.signature(kind.__init__).parameters if name not in known]
-        arguments.update({name: getattr(loader, name) for name in extra if hasattr(loader, name)})
-    arguments.update(changes)
+    names = {n for each in (DataLoader, kind) for n in inspect.signature(each.__init__).parameters}
+    kept = {n: getattr(loader, n) for n in names - _REPLACED if hasattr(loader, n)}
+    arguments = {**kept, **changes}
     try:
         shared: DataLoader[Any] = kind(**arguments)
     except TypeError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -102,54 +103,33 @@ def all_gather(value: Any, name: str) -> list[Any]:
     group = _group_with_peers()
     if group is None:
         return [value]
-    message = _packed(value)
-    messages = _gather_bytes(group, _padded(message[:_HEAD_BYTES], _HEAD_BYTES), name)
-    rest = max(map(_length, messages)) - _HEAD_BYTES
-    if rest > 0:
-        tails = _gather_bytes(group, _padded(message[_HEAD_BYTES:], rest), f"{name} (continued)")
-        messages = [torch.cat(parts) for parts in zip(messages, tails, strict=True)]
-    return [_unpacked(each) for each in messages]
+    messages = _exchange_message(_packed(value), partial(_gather_bytes, group), name)
+    return [_unpacked(message) for message in messages]
 
 
-def broadcast(value: _T, name: str, source: int = 0) -> _T:
-    """The source rank's value, on every rank; plain data."""
+def broadcast(value: _T, name: str) -> _T:
+    """Rank zero's value, on every rank; plain data."""
     group = _group_with_peers()
     if group is None:
         return value
-    is_source = group.member.rank == source
-    message = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
-    received = _padded(message[:_HEAD_BYTES], _HEAD_BYTES)
-    _broadcast_flat(group, received, name, source)
-    rest = _length(received) - _HEAD_BYTES
-    if rest > 0:
-        tail = _padded(message[_HEAD_BYTES:], rest)
-        _broadcast_flat(group, tail, f"{name} (continued)", source)
-        received = torch.cat([received, tail])
-    return value if is_source else _unpacked(received)
+    mine = _packed(value) if is_rank_zero() else torch.empty(0, dtype=torch.uint8)
+    [message] = _exchange_message(mine, partial(_broadcast_bytes, group), name)
+    return value if is_rank_zero() else _unpacked(message)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str, source: int = 0) -> None:
-    """Overwrites tensors with those of the source rank; shapes and dtypes must be equal."""
-    group = _group_with_peers()
-    if group is None:
-        return
-    for key, members in _by_kind(tensors).items():
-        flat = torch.cat([t.detach().reshape(-1) for t in members])
-        _broadcast_flat(group, flat, f"{name} ({key}, {flat.numel()} elements)", source)
-        if group.member.rank != source:
-            _copy_back(flat, members)
+def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Overwrites tensors with those of rank zero; shapes and dtypes must be equal."""
+    if group := _group_with_peers():
+        for flat, description in _flattened(tensors, name):
+            _broadcast_bytes(group, flat, description)
 
 
 def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Replaces each tensor by its sum over all ranks; shapes and dtypes must be equal."""
-    group = _group_with_peers()
-    if group is None:
-        return
-    for key, members in _by_kind(tensors).items():
-        flat = torch.cat([t.detach().reshape(-1) for t in members])
-        wait = Wait(group, f"{name} ({key}, {flat.numel()} elements)")
-        wait_for(dist.all_reduce(flat, group=_channel(group, flat), async_op=True), wait)
-        _copy_back(flat, members)
+    if group := _group_with_peers():
+        for flat, description in _flattened(tensors, name):
+            wait = Wait(group, description)
+            wait_for(dist.all_reduce(flat, group=_channel(group, flat), async_op=True), wait)
 
 
 def any_rank(flag: bool, name: str) -> bool:
@@ -259,6 +239,18 @@ def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(part, (0, size - len(part)))
 
 
+def _exchange_message(
+    mine: torch.Tensor, exchange: Callable[[torch.Tensor, str], list[torch.Tensor]], name: str
+) -> list[torch.Tensor]:
+    """Exchanges messages: a first part of fixed size and, if any is longer, the rest of all."""
+    messages = exchange(_padded(mine[:_HEAD_BYTES], _HEAD_BYTES), name)
+    rest = max(map(_length, messages)) - _HEAD_BYTES
+    if rest > 0:
+        tails = exchange(_padded(mine[_HEAD_BYTES:], rest), f"{name} (continued)")
+        messages = [torch.cat(parts) for parts in zip(messages, tails, strict=True)]
+    return messages
+
+
 def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:
     everyone = [torch.empty_like(mine) for _ in range(group.member.world_size)]
     wait = Wait(group, name)
@@ -266,29 +258,29 @@ def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> lis
     return everyone
 
 
-def _broadcast_flat(group: membership.Group, flat: torch.Tensor, name: str, source: int) -> None:
+def _broadcast_bytes(group: membership.Group, flat: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """Overwrites a tensor with rank zero's, and returns it."""
     wait = Wait(group, name)
     for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
-        work = dist.broadcast(piece, source, group=_channel(group, flat), async_op=True)
-        wait_for(work, wait)
+        wait_for(dist.broadcast(piece, 0, group=_channel(group, flat), async_op=True), wait)
+    return [flat]
 
 
 def _channel(group: membership.Group, tensor: torch.Tensor) -> Any:
     return group.control if tensor.device.type == "cpu" else group.gradients
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Tensors by dtype and device: those of one kind are sent as one flat tensor."""
+@torch.no_grad()
+def _flattened(tensors: Sequence[torch.Tensor], name: str) -> Iterator[tuple[torch.Tensor, str]]:
+    """All tensors of each dtype and device as one, which is copied back after its exchange."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
             kinds.setdefault(kind, []).append(tensor)
-    return kinds
-
-
-@torch.no_grad()
-def _copy_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    for kind, members in kinds.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        yield flat, f"{name} ({kind}, {flat.numel()} elements)"
+        parts = torch.split(flat, [tensor.numel() for tensor in members])
+        for tensor, part in zip(members, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))

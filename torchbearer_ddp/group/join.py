@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 # torch.distributed has these names as well, but its types do not say so.
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import membership, memory, rendezvous
@@ -58,7 +58,14 @@ def join(
     group = Group(member, store, hosts, serves_store=serve, address=host)
 
     def connect_ranks() -> None:
-        _init_process_group(store, member, host)
+        with gloo_interface(host):
+            dist.init_process_group(
+                member.backend,
+                store=rendezvous.own_connection(PrefixStore("torch", store)),
+                rank=member.rank,
+                world_size=member.world_size,
+                timeout=datetime.timedelta(seconds=transport_timeout(member.timeout)),
+            )
         group.make_channels()
 
     in_time(
@@ -139,17 +146,6 @@ def device_of(member: Member, gpus: int) -> str:
             "visible: each rank needs its own. Start fewer here, or use --device cpu."
         )
     return f"cuda:{index}"
-
-
-def _init_process_group(store: Store, member: Member, host: str) -> None:
-    with gloo_interface(host):
-        dist.init_process_group(
-            member.backend,
-            store=rendezvous.own_connection(PrefixStore("torch", store)),
-            rank=member.rank,
-            world_size=member.world_size,
-            timeout=datetime.timedelta(seconds=transport_timeout(member.timeout)),
-        )
 
 
 def usable_cores() -> int:

@@ -58,7 +58,7 @@ class Wait:
         self._started = time.monotonic()
         self._polls = 0
         #: The last entry of each rank that is behind, and when that entry was new.
-        self._behind: dict[int, tuple[bytes, float]] = {}
+        self._behind: dict[int, tuple[dict[str, Any], float]] = {}
 
     @property
     def timeout(self) -> float:
@@ -79,9 +79,9 @@ class Wait:
         except DistributedError as error:
             self._group.broken = True
             debug.report("a wait failed")
-            if not isinstance(error, LaunchError):
-                raise
-            raise self._store_lost(ended=error.__cause__ is not None) from error
+            if isinstance(error, LaunchError):
+                raise self._store_lost(ended=error.__cause__ is not None) from error
+            raise
 
     def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
         """The error to raise when the transport fails: the failed rank's own, if it recorded one.
@@ -90,22 +90,21 @@ class Wait:
         """
         self._group.broken = True
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
-        silent: list[int] = []
         try:
             silent = in_time(self._await_cause, deadline, _NO_ANSWER)
+        except LaunchError:
+            # Rank 0, or the launcher on its host, held the store.
+            silent = [0] if self._group.member.rank != 0 else []
         except DistributedError as known:
-            if not isinstance(known, LaunchError):
-                return known
-            if self._group.member.rank != 0:
-                silent = [0]  # rank 0, or the launcher on its host, held the store
+            return known
         if lost is not None:
             silent = [lost]
         suspects = f"rank {self._names(silent)}" if silent else "another rank"
-        here = f"Rank {self._group.member.rank} on {socket.gethostname()}"
         return PeerLost(
             f"Lost connection to {suspects}. It was killed, its host went down, or the network "
-            f"failed. See that rank's output. ({here} lost contact during {self._activity}; the "
-            f"transport said: {str(error).splitlines()[0][:200]})",
+            f"failed. See that rank's output. (Rank {self._group.member.rank} on "
+            f"{socket.gethostname()} lost contact during {self._activity}; the transport said: "
+            f"{str(error).splitlines()[0][:200]})",
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
         )
@@ -128,7 +127,11 @@ class Wait:
         self._raise_conclusion()
         entries = self._entries()
         if any(self._is_out_of_step(entry) for entry in entries.values()):
-            self._record_conclusion(DesyncError, _out_of_step_message(entries))
+            message = (
+                f"Ranks are out of step: {_activities(entries)}. Every rank must run the same "
+                "steps; look for a branch, a loop or a callback that only some ranks have."
+            )
+            self._record_conclusion(DesyncError, message)
         if time.monotonic() - self._started > self.timeout:
             self._record_conclusion(PeerLost, self._unresponsive_message(entries))
 
@@ -157,23 +160,19 @@ class Wait:
 
     def _entries(self) -> dict[int, dict[str, Any]]:
         """The entries of ranks that wait, for this exchange, a later or an earlier one."""
-        store, entries = self._group.store, {}
+        entries = {}
         for rank in range(self._group.member.world_size):
-            if store.check([f"waiting/{rank}"]):
-                published = store.get(f"waiting/{rank}")
-                entry = json.loads(published)
-                if entry["sequence"] >= self._sequence or self._is_recent(rank, published):
-                    entries[rank] = entry
+            entry = _read(self._group.store, f"waiting/{rank}")
+            if entry and (entry["sequence"] >= self._sequence or self._is_recent(rank, entry)):
+                entries[rank] = entry
         return entries
 
-    def _is_recent(self, rank: int, published: bytes) -> bool:
+    def _is_recent(self, rank: int, entry: dict[str, Any]) -> bool:
         """True if a rank has published something new during this wait, and recently."""
         now = time.monotonic()
-        before, since = self._behind.get(rank, (published, -math.inf))
-        if published != before:
-            since = now
-        self._behind[rank] = published, since
-        return now - since < 3 * POLL_SECONDS
+        before, since = self._behind.get(rank, (entry, -math.inf))
+        self._behind[rank] = entry, now if entry != before else since
+        return now - self._behind[rank][1] < 3 * POLL_SECONDS
 
     def _is_out_of_step(self, entry: dict[str, Any]) -> bool:
         return bool(entry["sequence"] == self._sequence and entry["activity"] != self._activity)
@@ -200,8 +199,7 @@ class Wait:
 
     def _raise_conclusion(self) -> None:
         store = self._group.store
-        if store.check(["failure"]):
-            failure = json.loads(store.get("failure"))
+        if failure := _read(store, "failure"):
             # On its own host the failed rank shows its traceback itself.
             trace = failure["trace"] if failure["host"] != socket.gethostname() else ""
             raise PeerLost(
@@ -211,8 +209,7 @@ class Wait:
                 rank=failure["rank"],
                 host=failure["host"],
             )
-        if store.check(["conclusion"]):
-            conclusion = json.loads(store.get("conclusion"))
+        if conclusion := _read(store, "conclusion"):
             kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[conclusion["kind"]]
             raise kind(conclusion["message"])
 
@@ -220,11 +217,8 @@ class Wait:
         return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
 
 
-def _out_of_step_message(entries: dict[int, dict[str, Any]]) -> str:
-    return (
-        f"Ranks are out of step: {_activities(entries)}. Every rank must run the same steps; look "
-        "for a branch, a loop or a callback that only some ranks have."
-    )
+def _read(store: Store, key: str) -> Any:
+    return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def _activities(entries: dict[int, dict[str, Any]]) -> str:
