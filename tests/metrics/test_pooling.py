@@ -188,10 +188,10 @@ def test_a_pooled_list_of_one_rank_is_an_ordinary_list():
 
 def test_predictions_are_put_in_order():
     rows = torch.arange(7.0)
-    whole = Share(None, 2, 0, whole_batches=True)
+    whole = Share(None, 0, whole_batches=True)
     assert torch.equal(assemble([[rows[:2], rows[4:6]], [rows[2:4], rows[6:]]], whole), rows)
     assert assemble([[(1, 2)], [(3, 4)]], whole) == [(1, 2), (3, 4)]
     assert assemble([[], []], whole) == []
-    dealt = Share(None, 2, 0, whole_batches=False, total=7)
+    dealt = Share(None, 0, whole_batches=False, total=7)
     padded = [[rows[[0, 2]], rows[[4, 6]]], [rows[[1, 3]], rows[[5, 0]]]]
     assert torch.equal(assemble(padded, dealt), rows)

@@ -42,19 +42,22 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
         super().__init__()
         self._state: dict[str, Any] = {}
         self.callback: Callback | None = None
-        if isinstance(callback, Callback):
-            self.callback = callback
-        elif not callable(callback):
-            raise ValueError(_refusal(callback))
-        elif collectives.is_rank_zero():
-            self.callback = callback()
-            if not isinstance(self.callback, Callback):
-                raise ValueError(_refusal(self.callback))
-        if isinstance(self.callback, OrderedCallback):
+        given: Any = callback
+        if not isinstance(callback, Callback) and callable(callback):
+            if not collectives.is_rank_zero():
+                return
+            given = callback()
+        if not isinstance(given, Callback):
             raise ValueError(
-                f"{type(self.callback).__name__} exchanges data with the other ranks, so on rank "
-                "zero alone it would wait forever. Put it into the list without RankZeroOnly."
+                f"RankZeroOnly was given {given!r}: give it a torchbearer callback, or a function "
+                "without arguments that returns one."
             )
+        if isinstance(given, OrderedCallback):
+            raise ValueError(
+                f"{type(given).__name__} exchanges data with the other ranks, so on rank zero "
+                "alone it would wait forever. Put it into the list without RankZeroOnly."
+            )
+        self.callback = given
 
     def state_dict(self) -> dict[str, Any]:
         """The callback's own state; without a callback, the state that was loaded last."""
@@ -75,13 +78,6 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
     def _call(self, hook: str, state: Any) -> None:
         if self.callback is not None and collectives.is_rank_zero():
             getattr(self.callback, hook)(state)
-
-
-def _refusal(found: Any) -> str:
-    return (
-        f"RankZeroOnly was given {found!r}: give it a torchbearer callback, or a function without "
-        "arguments that returns one."
-    )
 
 
 define_hooks(RankZeroOnly, RankZeroOnly._call)

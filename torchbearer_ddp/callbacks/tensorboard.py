@@ -294,15 +294,13 @@ def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
     """The numbers of a metric, which may be a list, dict or tensor, each with its own tag."""
     if torch.is_tensor(value) or isinstance(value, numpy.ndarray):
         value = value.item() if value.reshape(-1).shape[0] == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
+        for key, each in value.items():
+            yield from _numbers(f"{tag}_{key}", each)
     else:
         yield tag, float(value)
-        return
-    for key, each in items:
-        yield from _numbers(f"{tag}_{key}", each)
 
 
 def _graph_of(model: Any, x: Any) -> tuple[Any, Any]:

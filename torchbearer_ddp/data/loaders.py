@@ -40,7 +40,6 @@ class Share:
     """
 
     original: Any
-    world_size: int
     seed: int
     whole_batches: bool
     block: int | None = 1
@@ -60,9 +59,9 @@ def share_of(loader: Any) -> Share | None:
         sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         total = len(sampler.dataset)  # type: ignore[arg-type]
-        return Share(loader, sampler.num_replicas, sampler.seed, False, total=total)
+        return Share(loader, sampler.seed, whole_batches=False, total=total)
     if getattr(loader.dataset, "shards_itself", False):
-        return Share(loader, 0, 0, True, block=None)
+        return Share(loader, 0, whole_batches=True, block=None)
     return None
 
 
@@ -112,7 +111,6 @@ def take_share(
     shared = _rebuild(loader, changes)
     share = Share(
         loader,
-        world_size,
         seed,
         whole_batches=not training or batch_size is None,
         block=block if loader.batch_size else None,

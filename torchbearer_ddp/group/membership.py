@@ -144,11 +144,10 @@ def gloo_interface(host: str | None) -> Iterator[None]:
     interface = None
     if host is not None and name not in os.environ:
         interface = interface_of(loopback(host) or route_to(host))
-    if interface is None:
-        yield
-        return
-    os.environ[name] = interface
+    if interface:
+        os.environ[name] = interface
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        if interface:
+            os.environ.pop(name, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import os
 import select
 import socket
 import time
@@ -95,28 +96,24 @@ def serve_store(host: str, port: int, timeout: float) -> TCPStore:
     if (host, port) in _held:
         return _held[host, port]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     host_here = host
     try:
         try:
-            listener.bind((host, port))
+            listener = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-            listener.bind(("", port))
+            listener = socket.create_server(("", port), family=family, backlog=1024)
             host_here = "::1" if family == socket.AF_INET6 else "127.0.0.1"
-        listener.listen(1024)
     except OSError as error:
-        listener.close()
         raise LaunchError(
-            f"Port {port} on {host} cannot be opened for the rendezvous ({error.strerror}). "
-            "Another program or run may hold it. Give every node another --port."
+            f"Port {port} on {host} cannot be opened for the rendezvous "
+            f"({os.strerror(error.errno or 0)}). Another program or run may hold it. Give every "
+            "node another --port."
         ) from error
-    actual = listener.getsockname()[1]
     store = TCPStore(
         host_here,
-        actual,
+        listener.getsockname()[1],
         is_master=True,
         timeout=datetime.timedelta(seconds=timeout),
         wait_for_workers=False,

@@ -89,10 +89,7 @@ def averaged_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def align_buffers(model: torch.nn.Module) -> None:
     """Makes buffers equal on all ranks: averaged BatchNorm statistics, else rank zero's values."""
     averaged = averaged_statistics(model)
-    rest = []
-    for name, buffer in model.named_buffers():
-        if name in averaged:
-            buffer.copy_(averaged[name])
-        else:
-            rest.append(buffer)
-    collectives.broadcast_tensors(rest, "the buffers")
+    buffers = dict(model.named_buffers())
+    for name in averaged.keys() & buffers:
+        buffers.pop(name).copy_(averaged[name])
+    collectives.broadcast_tensors(list(buffers.values()), "the buffers")

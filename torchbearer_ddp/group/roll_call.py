@@ -59,7 +59,6 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
         # Every rank raises the refusal that was recorded first.
         return LaunchError(store.compare_set("refused", "", message).decode())
 
-    known = {member.rank: mine}
     if store.add(f"claim/{member.rank}", 1) > 1:
         other = json.loads(store.get(f"here/{member.rank}"))
         raise refuse(
@@ -67,8 +66,9 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
             f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
         )
     store.set(f"here/{member.rank}", json.dumps(mine))
-    announced = False
-    while not announced or store.add("ready", 0) < member.world_size:
+    known: dict[int, dict[str, Any]] = {}
+    # Every rank waits until all ranks know all others, so that all raise the same refusal.
+    while store.add("ready", 0) < member.world_size:
         if store.check(["refused"]):
             raise refuse("")
         for rank in range(member.world_size):
@@ -80,12 +80,10 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
                         f"({mine['host']}), {info['world_size']} on rank {rank} "
                         f"({info['host']}). Give every node the same --world-size."
                     )
-        if len(known) == member.world_size and not announced:
-            store.add("ready", 1)
-            announced = True
-            continue
-        if time.monotonic() > deadline:
-            missing = [r for r in range(member.world_size) if r not in known]
+                if len(known) == member.world_size:
+                    store.add("ready", 1)
+        if time.monotonic() > deadline and store.add("ready", 0) < member.world_size:
+            missing = [rank for rank in range(member.world_size) if rank not in known]
             raise refuse(
                 f"Only {len(known)} of {member.world_size} ranks arrived within "
                 f"{member.timeout:g} s; missing: {', '.join(map(str, missing)) or 'none'}. "
