@@ -36,7 +36,7 @@ def shares(total, world_size, remainder, block=1):
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("block", [1, 3])
-def test_kept_shares_are_a_partition_and_know_where_they_come_from(total, world_size, block):
+def test_kept_shares_are_a_partition_with_known_positions(total, world_size, block):
     parts = shares(total, world_size, Remainder.KEEP, block)
     assert sorted(itertools.chain(*parts)) == list(range(total))
     for rank, mine in enumerate(parts):
@@ -102,7 +102,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_ranks_draw_alike_and_anew_each_epoch(make):
+def test_ranks_draw_the_same_order_and_a_new_one_each_epoch(make):
     samplers = []
     for rank in range(3):
         torch.manual_seed(rank)  # the ranks' own streams differ
@@ -119,7 +119,7 @@ def test_ranks_draw_alike_and_anew_each_epoch(make):
     assert epochs[0] == epochs[2]
 
 
-def test_weighted_sampler_draws_alike_too():
+def test_a_weighted_sampler_draws_the_same_order_on_every_rank():
     weights = torch.rand(10, generator=torch.Generator().manual_seed(0))
     whole = ShardSampler(
         WeightedRandomSampler(weights, 12), Partition(0, 1, Remainder.KEEP), seed=5
@@ -151,7 +151,7 @@ def test_drawing_leaves_every_generator_as_it_was():
     assert own.initial_seed() == 8
 
 
-def test_a_second_pass_within_an_epoch_is_a_new_order_but_a_glance_is_not():
+def test_a_second_pass_in_an_epoch_has_a_new_order_but_reading_one_item_has_not():
     sampler = ShardSampler(RandomSampler(range(30)), Partition(0, 2, Remainder.PAD), seed=1)
     next(iter(sampler))
     first = list(sampler)
@@ -184,7 +184,7 @@ class Numbers(IterableDataset):
         return self.stop
 
 
-def test_a_stream_is_shared_and_its_attributes_stay_in_reach():
+def test_a_stream_is_sharded_and_its_attributes_can_be_used():
     stream = ShardIterable(Numbers(7), Partition(1, 2, Remainder.KEEP))
     assert list(stream) == [1, 3, 5]
     assert len(stream) == 3

@@ -97,7 +97,7 @@ def test_ranks_that_wait_for_different_things_all_raise_the_same():
 
 
 @ranks(2)
-def test_rank_zero_first_goes_first_and_its_error_is_everybodys(tmp_path):
+def test_rank_zero_first_runs_first_and_its_error_is_raised_on_all(tmp_path):
     path = tmp_path / "made"
     with collectives.rank_zero_first():
         if collectives.rank() == 0:
@@ -110,7 +110,7 @@ def test_rank_zero_first_goes_first_and_its_error_is_everybodys(tmp_path):
                 raise ValueError("no data")
 
 
-def test_without_a_group_all_of_it_is_a_world_of_one():
+def test_without_a_group_every_function_acts_as_a_world_of_one():
     assert collectives.rank() == 0
     assert collectives.world_size() == 1
     assert collectives.is_rank_zero()

@@ -62,7 +62,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         - :attr:`torchbearer.state.MODEL`: The model whose graph is written
         - :attr:`torchbearer.state.HISTORY`: The steps of epochs that this callback has not seen
         - :attr:`torchbearer.state.SELF`: The Trial to describe
-        - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Tells ``predict`` from ``evaluate``
+        - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Distinguishes ``predict`` from ``evaluate``
     """
 
     def __init__(

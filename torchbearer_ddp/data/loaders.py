@@ -133,7 +133,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 def steps_of_share(steps: int | None, whole: int, share: int, *, training: bool) -> int | None:
     """The number of steps of a rank, given the Trial's steps and the lengths of loader and share.
 
-    Steps that the user gave are kept. Only in evaluation a rank stops at the end of its share, so
+    Steps that the user chose are kept. Only in evaluation a rank stops at the end of its share, so
     that no sample is used twice.
     """
     if steps is None or steps == whole:
@@ -144,7 +144,7 @@ def steps_of_share(steps: int | None, whole: int, share: int, *, training: bool)
 
 
 def _has_batch_sampler(loader: Any) -> bool:
-    """True if the user gave a batch sampler; a loader with a batch size makes its own."""
+    """True if the user chose a batch sampler; a loader with a batch size makes its own."""
     return loader.batch_size is None and loader.batch_sampler is not None
 
 

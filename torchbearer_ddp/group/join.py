@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore
 
 from torchbearer_ddp.errors import LaunchError
@@ -80,7 +80,7 @@ def join(
 
 
 def join_single(member: Member) -> int | None:
-    """Prepares this process for a run of one rank; returns the seed that the user gave, if any."""
+    """Prepares this process for a run of one rank; returns the user's seed, if any."""
     membership.set_current(None, _on_own_device(member))
     return member.seed
 
@@ -149,7 +149,7 @@ def device_of(member: Member, gpus: int) -> str:
 
 
 def usable_cores() -> int:
-    """The cores this process may use (a container or Slurm may give fewer than the host has)."""
+    """The cores this process may use (in a container or under Slurm fewer than the host has)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

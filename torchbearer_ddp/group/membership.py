@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchbearer_ddp import log

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchbearer_ddp.errors import LaunchError

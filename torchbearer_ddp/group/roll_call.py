@@ -60,20 +60,20 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
         return LaunchError(store.compare_set("refused", "", message).decode())
 
     if store.add(f"claim/{member.rank}", 1) > 1:
-        other = json.loads(store.get(f"here/{member.rank}"))
+        other = json.loads(store.get(f"registered/{member.rank}"))
         raise refuse(
             f"Two processes have rank {member.rank}: process {other['pid']} on {other['host']} "
             f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
         )
-    store.set(f"here/{member.rank}", json.dumps(mine))
+    store.set(f"registered/{member.rank}", json.dumps(mine))
     known: dict[int, dict[str, Any]] = {}
     # Every rank waits until all ranks know all others, so that all raise the same refusal.
     while store.add("ready", 0) < member.world_size:
         if store.check(["refused"]):
             raise refuse("")
         for rank in range(member.world_size):
-            if rank not in known and store.check([f"here/{rank}"]):
-                known[rank] = info = json.loads(store.get(f"here/{rank}"))
+            if rank not in known and store.check([f"registered/{rank}"]):
+                known[rank] = info = json.loads(store.get(f"registered/{rank}"))
                 if info["world_size"] != member.world_size:
                     raise refuse(
                         f"The world size differs: {member.world_size} on rank {member.rank} "

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any, TypeVar
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import Store
 
 from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
@@ -45,7 +45,7 @@ class Wait:
     """One wait for the other ranks.
 
     Args:
-        group: The group whose ranks are waited for.
+        group: The group to wait for.
         activity: What is exchanged, for messages: equal on every rank that is in step.
     """
 
@@ -103,7 +103,7 @@ class Wait:
         return PeerLost(
             f"Lost connection to {suspects}. It was killed, its host went down, or the network "
             f"failed. See that rank's output. (Rank {self._group.member.rank} on "
-            f"{socket.gethostname()} lost contact during {self._activity}; the transport said: "
+            f"{socket.gethostname()} lost contact during {self._activity}; the transport reported: "
             f"{str(error).splitlines()[0][:200]})",
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
@@ -229,7 +229,7 @@ def _activities(entries: dict[int, dict[str, Any]]) -> str:
 
 
 def wait_for(work: Any, wait: Wait) -> None:
-    """Waits for a work object of torch.distributed, which ``async_op=True`` gave."""
+    """Waits for a work object, as ``async_op=True`` returns, of torch.distributed."""
     interval = datetime.timedelta(seconds=min(POLL_SECONDS, wait.timeout))
     while True:
         try:
