@@ -6,7 +6,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._batch_step_size = batch_step_size
         self._step = 0
         self._training = False
-        self._file: EventFile | None = None
-        self._in_session = False
-        self._failed = False
+        self._file = EventFile(self.log_dir)
         self._unwritten: set[str] = set()
         self._speed = _Speed()
 
@@ -103,7 +101,8 @@ class TensorBoard(Callback):  # type: ignore[misc]
             state_dict: What :meth:`state_dict` returned.
         """
         self._step = int(state_dict.get(_GLOBAL_STEP, 0))
-        self._close()
+        self._file.close()
+        self._file = EventFile(self.log_dir)
         return self
 
     def on_start(self, state: Any) -> None:
@@ -122,15 +121,13 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._training = True
         # Without a saved state of this callback, the history still has the completed epochs.
         self._step = self._step or _steps_of(state[torchbearer.HISTORY])
-        if collectives.is_rank_zero() and not self._in_session:
+        if collectives.is_rank_zero() and not self._file.in_session:
             # Points at the current step are valid: a previous run wrote them before its last
             # checkpoint, or this callback wrote them in an evaluation.
-            first = self._step + 1 if self._step or self._file is not None else 0
-            self._in_session = True
-            self._try(lambda file: file.begin_session(first))
+            self._file.begin_session(self._step + 1 if self._step or self._file.has_events else 0)
             if self._write_summary:
                 text = "\n".join(f"    {line}" for line in str(state[torchbearer.SELF]).split("\n"))
-                self._write(Event(step=self._step, summary=summary.text("trial", text)))
+                self._file.write(Event(step=self._step, summary=summary.text("trial", text)))
 
     def on_sample(self, state: Any) -> None:
         """Counts a step when it begins, so that a checkpoint at its end has the right number."""
@@ -172,8 +169,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
     def on_end(self, state: Any) -> None:
         """Closes the file; a later run or evaluation of this Trial appends to it."""
         self._training = False
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _add(self, values: dict[str, Any]) -> None:
         found: list[Any] = []
@@ -190,7 +186,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
                         stacklevel=2,
                     )
         if found:
-            self._write(Event(step=self._step, summary=Summary(value=found)))
+            self._file.write(Event(step=self._step, summary=Summary(value=found)))
 
     def _add_graph(self, state: Any) -> None:
         try:
@@ -204,36 +200,10 @@ class TensorBoard(Callback):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
-        self._write(Event(graph_def=graph.SerializeToString()))
+        self._file.write(Event(graph_def=graph.SerializeToString()))
         metadata = statistics.SerializeToString()
         profile = TaggedRunMetadata(tag="profiler", run_metadata=metadata)
-        self._write(Event(tagged_run_metadata=profile))
-
-    def _write(self, event: Any) -> None:
-        self._try(lambda file: file.write(event))
-
-    def _try(self, action: Callable[[EventFile], None]) -> None:
-        """Calls an action with the file, which is created for the first event."""
-        if self._failed:
-            return
-        try:
-            self._file = self._file or EventFile(self.log_dir)
-            action(self._file)
-        except OSError as error:
-            self._failed = True
-            self._close()
-            warnings.warn(
-                f"TensorBoard cannot write to {self.log_dir}: {error}. Training continues without "
-                "it. Free disk space or give another log_dir.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        self._in_session = False
+        self._file.write(Event(tagged_run_metadata=profile))
 
 
 class _Speed:
