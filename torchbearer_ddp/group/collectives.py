@@ -20,7 +20,7 @@ from torchbearer_ddp.group import membership, wire
 from torchbearer_ddp.group.waiting import Wait, wait_for
 
 _T = TypeVar("_T")
-#: A message of this size holds most plain values; a longer one is sent in two parts.
+#: The first message has this size, which is enough for most plain values.
 _HEAD_BYTES = 4096
 _LENGTH_BYTES = 8
 #: Large payloads are sent in pieces: gloo counts bytes in 32 bits in places.
@@ -103,8 +103,8 @@ def all_gather(value: Any, name: str) -> list[Any]:
     group = _group_with_peers()
     if group is None:
         return [value]
-    messages = _exchange_message(_packed(value), partial(_gather_bytes, group), name)
-    return [_unpacked(message) for message in messages]
+    contents = _exchange_content(wire.encode(value), partial(_gather_bytes, group), name)
+    return [wire.decode(content) for content in contents]
 
 
 def broadcast(value: _T, name: str) -> _T:
@@ -112,9 +112,9 @@ def broadcast(value: _T, name: str) -> _T:
     group = _group_with_peers()
     if group is None:
         return value
-    mine = _packed(value) if is_rank_zero() else torch.empty(0, dtype=torch.uint8)
-    [message] = _exchange_message(mine, partial(_broadcast_bytes, group), name)
-    return value if is_rank_zero() else _unpacked(message)
+    mine = wire.encode(value) if is_rank_zero() else torch.empty(0, dtype=torch.uint8)
+    [content] = _exchange_content(mine, partial(_broadcast_bytes, group), name)
+    return value if is_rank_zero() else wire.decode(content)
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -220,35 +220,24 @@ def _group_with_peers() -> membership.Group | None:
     return group if group is not None and group.member.world_size > 1 else None
 
 
-def _packed(value: Any) -> torch.Tensor:
-    """A value as a message: the length of the message, and then the encoded value."""
-    content = wire.encode(value)
-    length = (_LENGTH_BYTES + len(content)).to_bytes(_LENGTH_BYTES, "little")
-    return torch.cat([torch.frombuffer(bytearray(length), dtype=torch.uint8), content])
-
-
-def _unpacked(message: torch.Tensor) -> Any:
-    return wire.decode(message[_LENGTH_BYTES : _length(message)])
-
-
-def _length(message: torch.Tensor) -> int:
-    return int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
-
-
-def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.pad(part, (0, size - len(part)))
-
-
-def _exchange_message(
+def _exchange_content(
     mine: torch.Tensor, exchange: Callable[[torch.Tensor, str], list[torch.Tensor]], name: str
 ) -> list[torch.Tensor]:
-    """Exchanges messages: a first part of fixed size and, if any is longer, the rest of all."""
-    messages = exchange(_padded(mine[:_HEAD_BYTES], _HEAD_BYTES), name)
-    rest = max(map(_length, messages)) - _HEAD_BYTES
-    if rest > 0:
-        tails = exchange(_padded(mine[_HEAD_BYTES:], rest), f"{name} (continued)")
-        messages = [torch.cat(parts) for parts in zip(messages, tails, strict=True)]
-    return messages
+    """Exchanges encoded values: their lengths with those that fit, and if one does not fit, all."""
+    length = bytearray(len(mine).to_bytes(_LENGTH_BYTES, "little"))
+    head = torch.cat([torch.frombuffer(length, dtype=torch.uint8), mine[:_HEAD_BYTES]])
+    heads = exchange(_with_length(head, _HEAD_BYTES), name)
+    sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
+    contents = [head[_LENGTH_BYTES:] for head in heads]
+    if max(sizes) > _HEAD_BYTES - _LENGTH_BYTES:
+        contents = exchange(_with_length(mine, max(sizes)), f"{name} (continued)")
+    return [content[:size] for content, size in zip(contents, sizes, strict=True)]
+
+
+def _with_length(part: torch.Tensor, length: int) -> torch.Tensor:
+    """The tensor, cut or padded with zeros to this length."""
+    missing = length - len(part)
+    return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
 def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:
