@@ -74,6 +74,9 @@ def test_agree_names_the_value_and_the_ranks():
     collectives.agree({"steps": 5}, "the plan", "Do this.")
     with pytest.raises(DesyncError, match=r"steps.*5 on rank 0; 6 on rank 1\. Do this"):
         collectives.agree({"steps": 5 + collectives.rank()}, "the plan", "Do this.")
+    long = [*range(1000), collectives.rank()]
+    with pytest.raises(DesyncError, match=r"names.*\.\.\. on rank 0; .*\.\.\. on rank 1"):
+        collectives.agree({"names": long}, "the plan", "Do this.")
 
 
 @ranks(2)

@@ -201,16 +201,16 @@ def raise_difference(everyone: Sequence[dict[str, Any]], what: str, remedy: str)
     for key in sorted({key for values in everyone for key in values}):
         found: dict[str, list[int]] = {}
         for each_rank, values in enumerate(everyone):
-            found.setdefault(_shortened(values.get(key)), []).append(each_rank)
+            found.setdefault(str(values.get(key)), []).append(each_rank)
         if len(found) > 1:
             listing = "; ".join(
-                f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in found.items()
+                f"{_shortened(text)} on rank {', '.join(map(str, ranks))}"
+                for text, ranks in found.items()
             )
             raise DesyncError(f"The ranks disagree on {key} ({what}): {listing}. {remedy}")
 
 
-def _shortened(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def _shortened(text: str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
@@ -228,7 +228,7 @@ def _exchange_content(
     head = torch.cat([torch.frombuffer(length, dtype=torch.uint8), mine[:_HEAD_BYTES]])
     heads = exchange(_with_length(head, _HEAD_BYTES), name)
     sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
-    contents = [head[_LENGTH_BYTES:] for head in heads]
+    contents = [each[_LENGTH_BYTES:] for each in heads]
     if max(sizes) > _HEAD_BYTES - _LENGTH_BYTES:
         contents = exchange(_with_length(mine, max(sizes)), f"{name} (continued)")
     return [content[:size] for content, size in zip(contents, sizes, strict=True)]

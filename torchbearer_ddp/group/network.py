@@ -12,8 +12,7 @@ _SIOCGIFADDR = 0x8915
 
 def loopback(host: str) -> str | None:
     """The loopback address that a host's name means, or None if it means another address."""
-    if host in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"
+    host = "127.0.0.1" if host in ("localhost", "::1") else host
     return host if host.startswith("127.") else None
 
 
