@@ -19,6 +19,13 @@ def test_all_gather_short_and_long_values():
     assert [len(value) for value in long] == [0, 5000, 10000]
 
 
+@ranks(3)
+def test_gather_to_one_rank():
+    rank = collectives.rank()
+    gathered = collectives.gather_to("x" * (5000 * rank), "values", target=1)
+    assert [len(value) for value in gathered] == ([0, 5000, 10000] if rank == 1 else [])
+
+
 @ranks(2)
 def test_broadcast_plain_data_and_tensors():
     mine = {"a": (1, [torch.arange(3)]), 2: None} if collectives.is_rank_zero() else None
@@ -74,6 +81,8 @@ def test_agree_names_the_value_and_the_ranks():
     collectives.agree({"steps": 5}, "the plan", "Do this.")
     with pytest.raises(DesyncError, match=r"steps.*5 on rank 0; 6 on rank 1\. Do this"):
         collectives.agree({"steps": 5 + collectives.rank()}, "the plan", "Do this.")
+    extra = collectives.agree({"steps": 5}, "the plan", "Do this.", extra=collectives.rank())
+    assert extra == [0, 1]
     long = [*range(1000), collectives.rank()]
     with pytest.raises(DesyncError, match=r"names.*\.\.\. on rank 0; .*\.\.\. on rank 1"):
         collectives.agree({"names": long}, "the plan", "Do this.")
@@ -118,6 +127,7 @@ def test_without_a_group_every_function_acts_as_a_world_of_one():
     assert collectives.world_size() == 1
     assert collectives.is_rank_zero()
     assert collectives.all_gather("mine", "x") == ["mine"]
+    assert collectives.gather_to("mine", "x") == ["mine"]
     assert collectives.broadcast("mine", "x") == "mine"
     assert collectives.any_rank(True, "x")
     collectives.barrier()

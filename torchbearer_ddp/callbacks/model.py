@@ -58,20 +58,18 @@ class SyncModel(OrderedCallback):
             return
         tensors = _replicated(state)
         optimizer = state[torchbearer.OPTIMIZER]
-        mine = {
-            "plan": _plan(state),
-            "epochs done": len(state[torchbearer.HISTORY]),
-            "checksums": replicas.fingerprint([*tensors, ("", _optimizer_checksums(optimizer))]),
-        }
-        everyone = collectives.all_gather(mine, "the plan of this run")
-        collectives.raise_difference(
-            [each["plan"] for each in everyone],
+        compared = [*tensors, ("the optimizer's state", _optimizer_checksums(optimizer))]
+        history = state[torchbearer.HISTORY]
+        # Lengths of histories and checksums may differ, unlike the plan: they are made equal.
+        everyone = collectives.agree(
+            _plan(state),
             "the plan of this run",
             "Start every rank with the same script, arguments, data and packages.",
+            extra=(len(history), replicas.fingerprint(compared)),
         )
-        _align_history(state[torchbearer.HISTORY], [each["epochs done"] for each in everyone])
-        names = [*(name for name, _ in tensors), "the optimizer's state"]
-        difference = replicas.first_difference(names, [each["checksums"] for each in everyone])
+        _align_history(history, [epochs for epochs, _ in everyone])
+        checksums = [each for _, each in everyone]
+        difference = replicas.first_difference([name for name, _ in compared], checksums)
         if difference is not None:
             name, ranks = difference
             announce(

@@ -107,6 +107,21 @@ def all_gather(value: Any, name: str) -> list[Any]:
     return [wire.decode(content) for content in contents]
 
 
+def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
+    """Every rank's value, by rank, on the target rank only; an empty list on the others."""
+    group = _group_with_peers()
+    if group is None:
+        return [value]
+    content = wire.encode(value)
+    sizes = all_gather(len(content), f"{name} (sizes)")
+    mine, received = _with_length(content, max(sizes)), None
+    if group.member.rank == target:
+        received = [torch.empty_like(mine) for _ in sizes]
+    wait = Wait(group, name)
+    wait_for(dist.gather(mine, received, target, group=group.control, async_op=True), wait)
+    return [wire.decode(each[:size]) for each, size in zip(received or [], sizes, strict=False)]
+
+
 def broadcast(value: _T, name: str) -> _T:
     """Rank zero's value, on every rank; plain data."""
     group = _group_with_peers()
@@ -191,23 +206,23 @@ def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
     return result  # type: ignore[no-any-return]
 
 
-def agree(values: dict[str, Any], what: str, remedy: str) -> None:
-    """Raises the same DesyncError on every rank if any of these values differs between ranks."""
-    raise_difference(all_gather(values, what), what, remedy)
+def agree(values: dict[str, Any], what: str, remedy: str, extra: Any = None) -> list[Any]:
+    """Raises the same DesyncError on every rank if any of these values differs between ranks.
 
-
-def raise_difference(everyone: Sequence[dict[str, Any]], what: str, remedy: str) -> None:
-    """Raises a DesyncError that names the first value that differs between these ranks."""
-    for key in sorted({key for values in everyone for key in values}):
+    Returns the ``extra`` data of every rank, by rank, which may differ.
+    """
+    everyone = all_gather((values, extra), what)
+    for key in sorted({key for theirs, _ in everyone for key in theirs}):
         found: dict[str, list[int]] = {}
-        for each_rank, values in enumerate(everyone):
-            found.setdefault(str(values.get(key)), []).append(each_rank)
+        for each_rank, (theirs, _) in enumerate(everyone):
+            found.setdefault(str(theirs.get(key)), []).append(each_rank)
         if len(found) > 1:
             listing = "; ".join(
                 f"{_shortened(text)} on rank {', '.join(map(str, ranks))}"
                 for text, ranks in found.items()
             )
             raise DesyncError(f"The ranks disagree on {key} ({what}): {listing}. {remedy}")
+    return [theirs for _, theirs in everyone]
 
 
 def _shortened(text: str) -> str:

@@ -47,12 +47,16 @@ def serve(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPSt
     for port in ports:
         try:
             store = serve_store(host, port, timeout)
-            break
-        except LaunchError:
-            if port == ports[-1]:
+        except LaunchError as error:
+            if len(ports) == 1 or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
-    run_store(store, prefix).set(_SERVED, "1")
-    return store
+            continue
+        run_store(store, prefix).set(_SERVED, "1")
+        return store
+    raise LaunchError(
+        f"Ports {', '.join(map(str, ports))} on {host} are in use, so rank 0 cannot open the "
+        "rendezvous. Give every rank another --port."
+    )
 
 
 def find(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPStore:

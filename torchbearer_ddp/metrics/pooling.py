@@ -72,9 +72,9 @@ def pool(
 ) -> dict[str, Any] | None:
     """The attributes that a metric would have if one process had seen the data of all ranks.
 
-    With ``by_step`` the ranks' batches of one step are parts of one batch. Otherwise each is a batch
-    of one process, and sums are added in the order and precision of that process. ``summed`` means
-    that the loss of a batch is the sum over its samples.
+    With ``by_step`` the ranks' batches of one step are parts of one batch. Otherwise each is a
+    batch of one process, and sums are added in the order and precision of that process. ``summed``
+    means that the loss of a batch is the sum over its samples.
     """
     filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
     if not filled:
