@@ -11,6 +11,8 @@ from torchbearer.metrics import Var
 
 from torchbearer_ddp.data.sampling import interleave, positions
 
+#: The attributes in which metrics sum values and their squares.
+_SUMS = ("_sum", "_sum_sq")
 #: How many values are kept one by one before they are stacked.
 _STACK = 256
 
@@ -32,9 +34,8 @@ class Ledger:
         if not torch.is_tensor(metric._sum):  # this batch had no input for it
             self._every_batch = False
             return
-        self._columns.setdefault("sums", []).append(metric._sum[None])
-        if isinstance(metric, Var):
-            self._columns.setdefault("squares", []).append(metric._sum_sq[None])
+        for name in _sums_of(metric):
+            self._columns.setdefault(name, []).append(getattr(metric, name)[None])
         self._counts.append(float(metric._count))
         self._unstacked += 1
         if self._unstacked == _STACK:  # one large tensor takes less memory than many small ones
@@ -48,7 +49,6 @@ class Ledger:
             return None
         columns = {name: torch.cat(column).cpu() for name, column in self._columns.items()}
         return {
-            "squares": None,
             **columns,
             "counts": torch.tensor(self._counts, dtype=torch.float64),
             "every batch": self._every_batch,
@@ -57,9 +57,11 @@ class Ledger:
 
 def empty(metric: Any) -> None:
     """Sets a metric's sums to zero."""
-    metric._sum, metric._count = 0.0, 0
-    if isinstance(metric, Var):
-        metric._sum_sq = 0.0
+    metric.__dict__.update(dict.fromkeys(_sums_of(metric), 0.0), _count=0)
+
+
+def _sums_of(metric: Any) -> tuple[str, ...]:
+    return _SUMS if isinstance(metric, Var) else _SUMS[:1]
 
 
 def pool(
@@ -79,19 +81,17 @@ def pool(
     filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
     if not filled:
         return None
-    columns = {"_sum": "sums", "_sum_sq": "squares"}
-    if filled[0][0]["squares"] is None:
-        del columns["_sum_sq"]
+    dtypes = {name: filled[0][0][name].dtype for name in _SUMS if name in filled[0][0]}
     if by_step and _is_per_batch(filled, of_loss):
         values = _step_values(filled, summed=summed and of_loss)
         powers = {"_sum": values, "_sum_sq": values.square()}
-        pooled = {name: _total(powers[name], filled[0][0][columns[name]].dtype) for name in columns}
+        pooled = {name: _total(powers[name], dtype) for name, dtype in dtypes.items()}
         return {**pooled, "_count": float(len(values))}
     pooled = {}
-    for name, column in columns.items():
-        batches = interleave([e[column] for e, _ in filled])
+    for name, dtype in dtypes.items():
+        batches = interleave([e[name] for e, _ in filled])
         if by_step:
-            pooled[name] = _total(torch.stack(batches), batches[0].dtype)
+            pooled[name] = _total(torch.stack(batches), dtype)
         else:
             pooled[name] = functools.reduce(torch.add, batches)
     return {**pooled, "_count": sum(float(e["counts"].sum()) for e, _ in filled)}
@@ -111,14 +111,14 @@ def _step_values(
     filled: list[tuple[dict[str, Any], torch.Tensor]], *, summed: bool
 ) -> torch.Tensor:
     """The value of each step's whole batch, from its parts."""
-    steps = max(len(entry["sums"]) for entry, _ in filled)
-    shape = filled[0][0]["sums"].shape[1:]
+    steps = max(len(entry["_sum"]) for entry, _ in filled)
+    shape = filled[0][0]["_sum"].shape[1:]
     total = torch.zeros(steps, *shape, dtype=torch.float64)
     weight = torch.zeros(steps, *(1 for _ in shape), dtype=torch.float64)
     for entry, sizes in filled:
         part = torch.ones_like(sizes) if summed else sizes
         part = part.double().view(-1, *(1 for _ in shape))
-        total[: len(part)] += entry["sums"] * part
+        total[: len(part)] += entry["_sum"] * part
         weight[: len(part)] += part
     return total if summed else total / weight
 
