@@ -1,4 +1,4 @@
-"""What `import torchbearer_ddp` gives, and what it does not cost."""
+"""The names that `import torchbearer_ddp` provides, and what it imports."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def test_a_name_that_is_not_there_is_named():
         torchbearer_ddp.Tensorboard  # noqa: B018
 
 
-def test_tensorboardx_is_read_by_those_who_use_it():
+def test_tensorboardx_is_imported_on_first_use():
     program = (
         "import sys, torchbearer_ddp\n"
         "assert 'tensorboardX' not in sys.modules\n"

@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports tensorboardX for those who use it: it takes a tenth of a second in every process."""
+    """Imports tensorboardX only when it is used: the import takes a tenth of a second."""
     if name == "TensorBoard":
         from torchbearer_ddp.callbacks.tensorboard import TensorBoard
 

@@ -1,4 +1,4 @@
-"""What can go wrong: every message says what was found, what was expected, and what to do."""
+"""Every exception of the package; messages say what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ class DistributedError(RuntimeError):
     """The base of every error of this package.
 
     Attributes:
-        secondary: True where this error only follows from another rank's failure. The launcher
-            shows a failure that is not secondary first.
+        secondary: True if another rank's failure caused this error. The launcher shows errors that
+            are not secondary first.
     """
 
     secondary = False
@@ -19,18 +19,18 @@ class LaunchError(DistributedError):
 
 
 class DesyncError(DistributedError):
-    """The ranks disagree: on the plan, on the parameters, or on what comes next."""
+    """The ranks have different settings or parameters, or run different steps."""
 
 
 class CheckpointError(DistributedError):
-    """A checkpoint could not be written, read, or does not belong to this run."""
+    """A checkpoint could not be written or read, or does not belong to this run."""
 
 
 class WorkerError(DistributedError):
     """A rank failed; the message carries that rank's own traceback.
 
     Args:
-        message: What the user reads first.
+        message: The text of the error.
         rank: The rank that failed first, if it is known.
         host: The host that rank ran on, if it is known.
         exitcode: Its exit code (negative: the signal that ended it), if it is known.
@@ -51,6 +51,6 @@ class WorkerError(DistributedError):
 
 
 class PeerLost(WorkerError):
-    """Another rank failed, died or did not answer while this one waited for it."""
+    """Another rank failed, ended or did not answer while this one waited for it."""
 
     secondary = True

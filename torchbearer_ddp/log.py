@@ -1,7 +1,7 @@
-"""What the library says, through one standard logger: ``logging.getLogger("torchbearer_ddp")``.
+"""Messages for the user, through the standard logger ``logging.getLogger("torchbearer_ddp")``.
 
-Lines of level INFO and above go to stderr, unless the program has set up logging itself: then they
-go where its records go. Every record has the rank of the process as ``record.rank``.
+Messages of level INFO and above go to stderr, unless the program has set up logging: if this logger
+or the root logger has a handler, messages go only there. Records have the attribute ``rank``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ class _Context:
 
 
 def set_rank(rank: int) -> None:
-    """Sets the rank that records carry; only rank zero's announcements are shown."""
+    """Sets the rank of later records; only rank zero's announcements are shown."""
     _Context.rank = rank
 
 
 def announce(line: str) -> None:
-    """Says on rank zero what was detected, chosen or repaired; one sentence, no full stop."""
+    """Logs on rank zero what was detected, chosen or repaired: one sentence without a full stop."""
     if _Context.rank == 0:
         logger.info(line)
 
 
 class _DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr, for programs that have not set up logging themselves."""
+    """Writes to stderr if no other handler receives the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes the line in one piece: ranks may share a terminal."""
-        if not logging.root.handlers:
-            self.stream = sys.stderr  # it may have been replaced since
+        """Writes the line with one call: ranks may share a terminal."""
+        has_other = len(logger.handlers) > 1 or (logger.propagate and logging.root.handlers)
+        if not has_other:
+            self.stream = sys.stderr  # the program may have replaced it
             super().emit(record)
 
 
@@ -44,9 +45,9 @@ def _add_rank(record: logging.LogRecord) -> bool:
     return True
 
 
-if not logger.handlers:
-    _handler = _DefaultHandler(sys.stderr)
-    _handler.setFormatter(logging.Formatter("torchbearer_ddp: %(message)s"))
-    logger.addHandler(_handler)
-    logger.addFilter(_add_rank)
+_handler = _DefaultHandler(sys.stderr)
+_handler.setFormatter(logging.Formatter("torchbearer_ddp: %(message)s"))
+logger.addHandler(_handler)
+logger.addFilter(_add_rank)
+if logger.level == logging.NOTSET:  # the program may have chosen a level before the import
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""The plugin owns the order, the user's list keeps its positions."""
+"""Hooks are called in our order, and the user's list keeps its positions."""
 
 import torchbearer
 from torchbearer import Trial

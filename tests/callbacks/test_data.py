@@ -77,7 +77,7 @@ def flat(batches):
 
 
 @ranks(2)
-def test_training_shares_are_equal_reshuffled_and_drawn_alike():
+def test_training_shares_have_equal_length_and_a_new_order_each_epoch():
     torch.manual_seed(collectives.rank())
     seen = Seen()
     loader = DataLoader(numbers(21), batch_size=4, shuffle=True)
@@ -209,7 +209,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 @ranks(2)
-def test_samplers_are_shared(kind):
+def test_samplers_are_sharded(kind):
     torch.manual_seed(collectives.rank())
     loader = DataLoader(numbers(10), batch_size=2, sampler=SAMPLERS[kind]())
     shares = everyone(flat(x.tolist() for x, _ in shard(loader)))
@@ -229,7 +229,7 @@ def test_a_weighted_sampler_draws_one_order_for_all():
 
 
 @ranks(2)
-def test_a_batch_sampler_is_shared_batch_by_batch():
+def test_a_batch_sampler_is_sharded_batch_by_batch():
     batches = BatchSampler(SequentialSampler(range(10)), 2, drop_last=False)
     loader = DataLoader(numbers(10), batch_sampler=batches)
     trained = [x.tolist() for x, _ in shard(loader)]
@@ -239,7 +239,7 @@ def test_a_batch_sampler_is_shared_batch_by_batch():
 
 
 @ranks(2)
-def test_a_loader_without_batches_is_shared():
+def test_a_loader_without_batches_is_sharded():
     loader = DataLoader(torch.arange(5), batch_size=None)
     assert [x.item() for x in shard(loader, training=False)] == [[0, 2, 4], [1, 3]][
         collectives.rank()
@@ -262,7 +262,7 @@ class Stream(IterableDataset):
 
 
 @ranks(2)
-def test_an_iterable_data_set_is_shared_item_by_item():
+def test_an_iterable_data_set_is_sharded_item_by_item():
     rank = collectives.rank()
     loader = DataLoader(Stream(7), batch_size=2)
     trained = flat(x.tolist() for x in shard(loader))
@@ -283,7 +283,7 @@ def test_an_iterable_data_set_with_workers_loses_and_repeats_nothing():
 
 
 @ranks(2)
-def test_what_is_shared_already_is_left_alone_and_told_the_epoch():
+def test_loaders_that_are_already_sharded_only_get_the_epoch():
     class SelfMade(Stream):
         shards_itself = True
         epoch = None
@@ -330,27 +330,27 @@ class Overruling(DataLoader):
 
 
 @ranks(2)
-def test_what_cannot_be_shared_raises_on_every_rank():
+def test_what_cannot_be_sharded_raises_on_every_rank():
     class Endless:
         def __iter__(self):
             return iter(range(4))
 
     batches = [(torch.zeros(1), torch.zeros(1))] * 4
     cases = [
-        (batches, "list cannot be shared out.*ShardData"),
-        (Picky("here"), "Picky cannot be shared out"),
+        (batches, "list cannot be sharded.*ShardData"),
+        (Picky("here"), "Picky cannot be sharded"),
         (Overruling(numbers(4)), "it changes collate_fn"),
         (DataLoader(numbers(4), sampler=Endless()), "Endless.*has no length"),
     ]
     for loader, message in cases:
         with pytest.raises(ValueError, match=message):
             shard(loader)
-    with pytest.raises(ValueError, match="list cannot be shared out"):
+    with pytest.raises(ValueError, match="list cannot be sharded"):
         make_trial(Seen()).with_train_generator(batches).run(1)
     with pytest.raises(ValueError, match=r"between 2 ranks.*batch size 3.*multiple of 2"):
         make_trial(Seen(), global_batch=True).with_train_generator(DataLoader(numbers(9), 3)).run(1)
     one_bad = batches if collectives.rank() == 1 else DataLoader(numbers(4))
-    with pytest.raises((ValueError, DistributedError), match="list cannot be shared out"):
+    with pytest.raises((ValueError, DistributedError), match="list cannot be sharded"):
         make_trial(Seen()).with_val_generator(one_bad).evaluate()
     assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
 
@@ -364,7 +364,7 @@ def test_a_subclass_keeps_its_class_and_arguments():
 
 
 @ranks(2)
-def test_an_infinite_training_loader_goes_on_where_it_was():
+def test_an_infinite_training_loader_continues_where_it_was():
     seen = Seen()
     loader = DataLoader(numbers(16), batch_size=2, shuffle=True)
     loader.inf = True

@@ -62,7 +62,7 @@ def test_parameters_and_buffers_are_rank_zeros_after_init():
 
 
 @ranks(2)
-def test_weights_loaded_on_rank_zero_alone_reach_everybody():
+def test_weights_loaded_on_rank_zero_alone_reach_all_ranks():
     model = network()
     trial = trial_for(model)
     if collectives.is_rank_zero():
@@ -120,7 +120,7 @@ def test_drift_during_training_is_named():
 
 
 @ranks(2)
-def test_drift_is_not_looked_for_when_told_so():
+def test_check_zero_compares_nothing():
     model = network()
 
     @on_step_training

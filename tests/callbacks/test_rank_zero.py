@@ -156,7 +156,7 @@ def test_torchbearers_tensorboard_callbacks_write_once(tmp_path):
 
 
 @ranks(2)
-def test_a_stop_asked_for_on_rank_zero_is_everybodys():
+def test_a_stop_requested_on_rank_zero_stops_all_ranks():
     steps = []
 
     @on_step_training
@@ -180,7 +180,7 @@ def test_what_is_no_callback_is_refused():
         RankZeroOnly(SyncModel())
 
 
-def test_alone_the_callback_simply_runs():
+def test_without_a_group_the_callback_runs():
     wrapped = RankZeroOnly(Recorder())
     trial_with(wrapped).run(1)
     assert "on_end_epoch" in wrapped.callback.calls

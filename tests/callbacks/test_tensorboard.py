@@ -146,7 +146,7 @@ def test_a_resumed_run_continues_the_curve(tmp_path):
     assert set(beyond) == set(range(1, 3 * STEPS + 1))
 
 
-def test_without_a_saved_step_the_history_tells_it(tmp_path):
+def test_without_a_saved_step_the_history_has_it(tmp_path):
     first = resumed(tmp_path, 1, None)
     resumed(tmp_path, 2, {"callback": {}, "history": first["history"]})
     assert steps(read(tmp_path), "batch/running_loss") == list(range(1, 2 * STEPS + 1))
@@ -267,7 +267,7 @@ def test_a_model_that_cannot_be_traced_is_a_warning(tmp_path):
 
 
 @ranks(2)
-def test_a_folder_that_cannot_be_made_is_one_warning_and_training_goes_on(tmp_path):
+def test_a_folder_that_cannot_be_made_is_one_warning_and_training_continues(tmp_path):
     (tmp_path / "file").touch()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning_and_training_goes_on(tmp_pa
         trial.evaluate()
     found = [str(w.message) for w in caught if "TensorBoard" in str(w.message)]
     assert len(found) == (1 if collectives.is_rank_zero() else 0)
-    assert all("Not a directory" in each and "Training goes on" in each for each in found)
+    assert all("Not a directory" in each and "Training continues" in each for each in found)
 
 
 def limited(folder, limit):

@@ -1,4 +1,4 @@
-"""The arithmetic of shares, for every rank at once and without processes."""
+"""How items are divided between ranks, for every rank at once and without processes."""
 
 import itertools
 import pickle
@@ -16,13 +16,12 @@ from torch.utils.data import (
 )
 
 from torchbearer_ddp.data.sampling import (
+    Partition,
     Remainder,
     ShardIterable,
     ShardSampler,
-    deal,
     interleave,
     positions,
-    share_length,
 )
 
 WORLDS = [1, 2, 3, 5]
@@ -30,26 +29,27 @@ TOTALS = [0, 1, 2, 4, 7, 12, 23]
 
 
 def shares(total, world_size, remainder, block=1):
-    return [list(deal(range(total), r, world_size, remainder, block)) for r in range(world_size)]
+    partitions = [Partition(r, world_size, remainder, block) for r in range(world_size)]
+    return [list(partition.items(range(total))) for partition in partitions]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("block", [1, 3])
-def test_kept_shares_are_a_partition_and_know_where_they_come_from(total, world_size, block):
-    dealt = shares(total, world_size, Remainder.KEEP, block)
-    assert sorted(itertools.chain(*dealt)) == list(range(total))
-    for rank, mine in enumerate(dealt):
+def test_kept_shares_are_a_partition_with_known_positions(total, world_size, block):
+    parts = shares(total, world_size, Remainder.KEEP, block)
+    assert sorted(itertools.chain(*parts)) == list(range(total))
+    for rank, mine in enumerate(parts):
         assert positions(len(mine), rank, world_size, block).tolist() == mine
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("total", TOTALS)
 def test_padded_shares_are_equal_and_miss_nothing(total, world_size):
-    dealt = shares(total, world_size, Remainder.PAD)
-    assert len({len(mine) for mine in dealt}) == 1
-    assert set(itertools.chain(*dealt)) == set(range(total))
-    everything = interleave(dealt)
+    parts = shares(total, world_size, Remainder.PAD)
+    assert len({len(mine) for mine in parts}) == 1
+    assert set(itertools.chain(*parts)) == set(range(total))
+    everything = interleave(parts)
     assert everything[:total] == list(range(total))
     assert everything[total:] == [i % total for i in range(len(everything) - total)]
 
@@ -57,27 +57,27 @@ def test_padded_shares_are_equal_and_miss_nothing(total, world_size):
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("total", TOTALS)
 def test_dropped_shares_are_equal_and_repeat_nothing(total, world_size):
-    dealt = shares(total, world_size, Remainder.DROP)
-    assert interleave(dealt) == list(range(total // world_size * world_size))
+    parts = shares(total, world_size, Remainder.DROP)
+    assert interleave(parts) == list(range(total // world_size * world_size))
 
 
 @pytest.mark.parametrize("remainder", Remainder)
 @pytest.mark.parametrize("block", [1, 4])
-def test_the_length_is_what_is_dealt(remainder, block):
+def test_the_length_is_the_number_of_items(remainder, block):
     for total, world_size in itertools.product(TOTALS, WORLDS):
         for rank, mine in enumerate(shares(total, world_size, remainder, block)):
-            assert share_length(total, rank, world_size, remainder, block) == len(mine)
+            assert Partition(rank, world_size, remainder, block).length(total) == len(mine)
 
 
 def test_the_global_batch_is_the_one_of_a_single_process():
-    dealt = shares(24, 3, Remainder.PAD)
+    parts = shares(24, 3, Remainder.PAD)
     for step in range(4):
-        together = {i for mine in dealt for i in mine[2 * step : 2 * step + 2]}
+        together = {i for mine in parts for i in mine[2 * step : 2 * step + 2]}
         assert together == set(range(6 * step, 6 * step + 6))
 
 
-def test_an_endless_stream_can_be_dealt():
-    odd = deal(itertools.count(), 1, 2, Remainder.PAD)
+def test_an_endless_stream_can_be_divided():
+    odd = Partition(1, 2, Remainder.PAD).items(itertools.count())
     assert list(itertools.islice(odd, 3)) == [1, 3, 5]
 
 
@@ -102,12 +102,12 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_ranks_draw_alike_and_anew_each_epoch(make):
+def test_ranks_draw_the_same_order_and_a_new_one_each_epoch(make):
     samplers = []
     for rank in range(3):
         torch.manual_seed(rank)  # the ranks' own streams differ
         random.seed(rank)
-        samplers.append(ShardSampler(make(), rank, 3, Remainder.KEEP, seed=11))
+        samplers.append(ShardSampler(make(), Partition(rank, 3, Remainder.KEEP), seed=11))
     epochs = []
     for epoch in (0, 1, 0):
         for sampler in samplers:
@@ -119,26 +119,30 @@ def test_ranks_draw_alike_and_anew_each_epoch(make):
     assert epochs[0] == epochs[2]
 
 
-def test_weighted_sampler_draws_alike_too():
+def test_a_weighted_sampler_draws_the_same_order_on_every_rank():
     weights = torch.rand(10, generator=torch.Generator().manual_seed(0))
-    whole = ShardSampler(WeightedRandomSampler(weights, 12), 0, 1, Remainder.KEEP, seed=5)
+    whole = ShardSampler(
+        WeightedRandomSampler(weights, 12), Partition(0, 1, Remainder.KEEP), seed=5
+    )
     parts = [
-        ShardSampler(WeightedRandomSampler(weights, 12), r, 2, Remainder.KEEP, seed=5)
+        ShardSampler(WeightedRandomSampler(weights, 12), Partition(r, 2, Remainder.KEEP), seed=5)
         for r in range(2)
     ]
     assert interleave([list(part) for part in parts]) == list(whole)
 
 
-def test_batches_are_dealt_whole():
+def test_batches_are_not_split():
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
-    mine = ShardSampler(batches, 1, 2, Remainder.KEEP, seed=0)
+    mine = ShardSampler(batches, Partition(1, 2, Remainder.KEEP), seed=0)
     assert list(mine) == [[3, 4, 5], [9]]
     assert len(mine) == 2
 
 
 def test_drawing_leaves_every_generator_as_it_was():
     own = torch.Generator().manual_seed(8)
-    sampler = ShardSampler(RandomSampler(range(9), generator=own), 0, 2, Remainder.PAD, seed=1)
+    sampler = ShardSampler(
+        RandomSampler(range(9), generator=own), Partition(0, 2, Remainder.PAD), seed=1
+    )
     before = torch.get_rng_state(), random.getstate(), own.get_state()
     list(sampler)
     assert torch.equal(before[0], torch.get_rng_state())
@@ -147,8 +151,8 @@ def test_drawing_leaves_every_generator_as_it_was():
     assert own.initial_seed() == 8
 
 
-def test_a_second_pass_within_an_epoch_is_a_new_order_but_a_glance_is_not():
-    sampler = ShardSampler(RandomSampler(range(30)), 0, 2, Remainder.PAD, seed=1)
+def test_a_second_pass_in_an_epoch_has_a_new_order_but_reading_one_item_has_not():
+    sampler = ShardSampler(RandomSampler(range(30)), Partition(0, 2, Remainder.PAD), seed=1)
     next(iter(sampler))
     first = list(sampler)
     second = list(sampler)
@@ -165,7 +169,7 @@ def test_the_inner_sampler_gets_the_epoch():
             self.epoch = epoch
 
     inner = Inner()
-    ShardSampler(inner, 0, 2, Remainder.PAD, seed=1).set_epoch(4)
+    ShardSampler(inner, Partition(0, 2, Remainder.PAD), seed=1).set_epoch(4)
     assert inner.epoch == 4
 
 
@@ -180,8 +184,8 @@ class Numbers(IterableDataset):
         return self.stop
 
 
-def test_a_stream_is_shared_and_its_attributes_stay_in_reach():
-    stream = ShardIterable(Numbers(7), 1, 2, Remainder.KEEP)
+def test_a_stream_is_sharded_and_its_attributes_can_be_used():
+    stream = ShardIterable(Numbers(7), Partition(1, 2, Remainder.KEEP))
     assert list(stream) == [1, 3, 5]
     assert len(stream) == 3
     stream.stop = 4

@@ -1,4 +1,4 @@
-"""Every collective on real ranks, also where ranks raise or part ways."""
+"""Every collective on real ranks, also where ranks raise or are out of step."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import ranks
-from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
+from torchbearer_ddp.errors import CheckpointError, DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.group import collectives, membership
 from torchbearer_ddp.group.waiting import Wait, complete
 
@@ -19,6 +19,13 @@ def test_all_gather_short_and_long_values():
     assert [len(value) for value in long] == [0, 5000, 10000]
 
 
+@ranks(3)
+def test_gather_to_one_rank():
+    rank = collectives.rank()
+    gathered = collectives.gather_to("x" * (5000 * rank), "values", target=1)
+    assert [len(value) for value in gathered] == ([0, 5000, 10000] if rank == 1 else [])
+
+
 @ranks(2)
 def test_broadcast_plain_data_and_tensors():
     mine = {"a": (1, [torch.arange(3)]), 2: None} if collectives.is_rank_zero() else None
@@ -27,9 +34,38 @@ def test_broadcast_plain_data_and_tensors():
     assert value[2] is None
     assert torch.equal(value["a"][1][0], torch.arange(3))
     tensors = [torch.full((2, 2), float(collectives.rank())), torch.tensor(collectives.rank())]
-    collectives.broadcast_tensors(tensors, "tensors", source=1)
-    assert torch.equal(tensors[0], torch.ones(2, 2))
-    assert tensors[1].item() == 1
+    collectives.broadcast_tensors(tensors, "tensors")
+    assert torch.equal(tensors[0], torch.zeros(2, 2))
+    assert tensors[1].item() == 0
+    long = collectives.broadcast("x" * 5000 if collectives.is_rank_zero() else "", "long")
+    assert long == "x" * 5000
+
+
+@ranks(2)
+def test_what_rank_zero_returns_or_raises_reaches_all():
+    zero = collectives.is_rank_zero()
+    assert collectives.from_rank_zero(lambda: [collectives.rank(), {}], "a value") == [0, {}]
+
+    def fails():
+        raise CheckpointError("no file")
+
+    with pytest.raises(CheckpointError, match="^no file$" if zero else "^Rank 0: no file$") as one:
+        collectives.from_rank_zero(fails, "a file")
+    assert one.value.secondary is not zero
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+@ranks(2)
+def test_an_action_that_fails_on_one_rank_fails_on_all():
+    assert collectives.run_together(collectives.rank, "a rank") == collectives.rank()
+
+    def fails_on_rank_one():
+        if collectives.rank() == 1:
+            raise KeyError("annotations")
+
+    kind = KeyError if collectives.rank() == 1 else DistributedError
+    with pytest.raises(kind, match="annotations"):
+        collectives.run_together(fails_on_rank_one, "an action")
 
 
 @ranks(2)
@@ -45,6 +81,11 @@ def test_agree_names_the_value_and_the_ranks():
     collectives.agree({"steps": 5}, "the plan", "Do this.")
     with pytest.raises(DesyncError, match=r"steps.*5 on rank 0; 6 on rank 1\. Do this"):
         collectives.agree({"steps": 5 + collectives.rank()}, "the plan", "Do this.")
+    extra = collectives.agree({"steps": 5}, "the plan", "Do this.", extra=collectives.rank())
+    assert extra == [0, 1]
+    long = [*range(1000), collectives.rank()]
+    with pytest.raises(DesyncError, match=r"names.*\.\.\. on rank 0; .*\.\.\. on rank 1"):
+        collectives.agree({"names": long}, "the plan", "Do this.")
 
 
 @ranks(2)
@@ -59,7 +100,7 @@ def test_an_error_on_one_rank_is_raised_on_all():
 
 @ranks(2)
 def test_ranks_that_wait_for_different_things_all_raise_the_same():
-    with pytest.raises(DesyncError, match="rank 0: apples; rank 1: pears"):
+    with pytest.raises(DesyncError, match="rank 0 waits for apples, rank 1 waits for pears"):
         if collectives.rank() == 0:
             collectives.all_gather(1, "apples")
         else:
@@ -68,7 +109,7 @@ def test_ranks_that_wait_for_different_things_all_raise_the_same():
 
 
 @ranks(2)
-def test_rank_zero_first_goes_first_and_its_error_is_everybodys(tmp_path):
+def test_rank_zero_first_runs_first_and_its_error_is_raised_on_all(tmp_path):
     path = tmp_path / "made"
     with collectives.rank_zero_first():
         if collectives.rank() == 0:
@@ -81,11 +122,12 @@ def test_rank_zero_first_goes_first_and_its_error_is_everybodys(tmp_path):
                 raise ValueError("no data")
 
 
-def test_without_a_group_all_of_it_is_a_world_of_one():
+def test_without_a_group_every_function_acts_as_a_world_of_one():
     assert collectives.rank() == 0
     assert collectives.world_size() == 1
     assert collectives.is_rank_zero()
     assert collectives.all_gather("mine", "x") == ["mine"]
+    assert collectives.gather_to("mine", "x") == ["mine"]
     assert collectives.broadcast("mine", "x") == "mine"
     assert collectives.any_rank(True, "x")
     collectives.barrier()
@@ -103,6 +145,6 @@ def test_ranks_that_all_wait_are_all_named():
     if collectives.is_rank_zero():
         group.sequence += 1  # as if what rank 1 still waits for had been sent, and lost
     wait = Wait(group, f"something that only rank {collectives.rank()} wants")
-    expected = r"^Every rank still waits after 4 s: rank 0: .* rank 0 wants; rank 1: .* rank 1 want"
+    expected = r"^Every rank still waits after 4 s: rank 0 .* rank 0 wants, rank 1 .* rank 1 want"
     with pytest.raises(PeerLost, match=expected):
         complete(threading.Event().wait, wait)

@@ -1,4 +1,4 @@
-"""Freed memory is kept for the next step, unless the user has said otherwise."""
+"""Freed memory is kept for the next step, unless the user has set limits."""
 
 import ctypes
 
@@ -41,7 +41,7 @@ def test_without_ranks_the_allocator_is_as_it_was():
 
 
 @ranks(2)
-def test_a_rank_keeps_what_a_step_frees():
+def test_a_rank_keeps_memory_that_a_step_frees():
     assert kept_of_a_block() > BLOCK_BYTES / 2
     # The next ones lie there too, or beside it: aligned blocks do not always fit into the hole that
     # one of them has left.
@@ -49,7 +49,7 @@ def test_a_rank_keeps_what_a_step_frees():
 
 
 @ranks(2)
-def test_what_is_larger_than_a_step_s_blocks_goes_back():
+def test_larger_blocks_are_returned_to_the_kernel():
     assert kept_of_a_block(4 * memory.KEPT_BYTES) < memory.KEPT_BYTES
 
 
@@ -61,6 +61,6 @@ def test_what_is_larger_than_a_step_s_blocks_goes_back():
         ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=65536"),
     ],
 )
-def test_the_user_s_own_setting_is_left_alone(monkeypatch, name, value):
+def test_settings_of_the_user_are_not_changed(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert max(launch(kept_of_a_block)) < BLOCK_BYTES / 2

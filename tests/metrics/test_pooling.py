@@ -10,7 +10,7 @@ from torchbearer.metrics import Mean, Std, Var
 
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.data.loaders import Share
-from torchbearer_ddp.data.sampling import Remainder, deal
+from torchbearer_ddp.data.sampling import Partition, Remainder
 from torchbearer_ddp.metrics.pooled_list import PooledMetricList, leaves
 from torchbearer_ddp.metrics.pooling import Ledger, average, empty, in_order, pool
 from torchbearer_ddp.metrics.predictions import assemble
@@ -50,7 +50,9 @@ def test_batches_of_one_process_add_up_to_its_value_to_the_last_bit(make, world_
     single = make()
     for batch in batches:
         single.process(batch)
-    shares = [list(deal(batches, r, world_size, Remainder.KEEP)) for r in range(world_size)]
+    shares = [
+        list(Partition(r, world_size, Remainder.KEEP).items(batches)) for r in range(world_size)
+    ]
     pooled = pool(
         [ledger_of(make(), share) for share in shares],
         [sizes_of(share) for share in shares],
@@ -116,7 +118,10 @@ def test_nothing_pools_to_nothing():
 def test_rows_come_back_in_order(block):
     for total, world_size in itertools.product((0, 1, 5, 12, 13), (1, 2, 3)):
         rows = torch.arange(total)
-        parts = [list(deal(rows, r, world_size, Remainder.KEEP, block)) for r in range(world_size)]
+        parts = [
+            list(Partition(r, world_size, Remainder.KEEP, block).items(rows))
+            for r in range(world_size)
+        ]
         found = in_order([torch.stack(part) if part else None for part in parts], block)
         assert total == 0 or torch.equal(found, rows)
 
@@ -183,10 +188,10 @@ def test_a_pooled_list_of_one_rank_is_an_ordinary_list():
 
 def test_predictions_are_put_in_order():
     rows = torch.arange(7.0)
-    whole = Share(None, 2, 0, whole_batches=True)
+    whole = Share(None, 0, whole_batches=True)
     assert torch.equal(assemble([[rows[:2], rows[4:6]], [rows[2:4], rows[6:]]], whole), rows)
     assert assemble([[(1, 2)], [(3, 4)]], whole) == [(1, 2), (3, 4)]
     assert assemble([[], []], whole) == []
-    dealt = Share(None, 2, 0, whole_batches=False, total=7)
+    dealt = Share(None, 0, whole_batches=False, total=7)
     padded = [[rows[[0, 2]], rows[[4, 6]]], [rows[[1, 3]], rows[[5, 0]]]]
     assert torch.equal(assemble(padded, dealt), rows)

@@ -115,7 +115,7 @@ def test_every_kind_of_output_with_an_empty_rank(output):
 
 
 @ranks(2)
-def test_shares_that_others_made_are_put_in_order_too():
+def test_predictions_of_loaders_that_the_user_sharded_are_put_in_order():
     sampler = DistributedSampler(rows(5), shuffle=False)
     for loader in (
         DataLoader(rows(5), batch_size=2, sampler=sampler),

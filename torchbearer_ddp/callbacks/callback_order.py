@@ -1,9 +1,9 @@
-"""The plugin owns the order: averaging before clipping, agreement after everybody had their say.
+"""The order of callbacks within a hook, independent of their positions in the user's list.
 
 torchbearer calls callbacks in the order of the user's list. Gradients must be averaged before a
-callback clips them, and a stop can only be agreed once every callback that may ask for one has run,
-wherever the user put them. So a callback of ours may declare, per hook, to go first or last; the
-positions in the list, which torchbearer's ``state_dict`` depends on, stay as they are.
+callback clips them, and a stop can be agreed only after every callback that may request one. So our
+callbacks declare, per hook, to be called first or last. Their positions in the list do not change:
+torchbearer's ``state_dict`` depends on them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,26 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class OrderedCallback(Callback):  # type: ignore[misc]
-    """A callback that may ask to go first or last in some hooks.
+    """A callback that is called first or last in some hooks.
 
     Subclasses that override :meth:`on_init` must call this one.
 
     Attributes:
-        order: The place by hook: :data:`FIRST`, 0 (the place in the list), :data:`LAST`, or a
-            number beyond those to come before or after another one that does the same.
+        order: The place by hook: :data:`FIRST`, 0 (as in the list) or :data:`LAST`; a number below
+            ``FIRST`` or above ``LAST`` is before or after other callbacks with these.
     """
 
     order: ClassVar[Mapping[str, int]] = {}
 
     def on_init(self, state: Any) -> None:
-        """Takes over the list at init: the earliest hook, so that every later one is in order."""
+        """Replaces the callback list at init, the earliest hook, so that all others are ordered."""
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
             state[torchbearer.CALLBACK_LIST] = OrderedCallbackList.over(callbacks)
 
 
 class OrderedCallbackList(CallbackList):  # type: ignore[misc]
-    """A torchbearer callback list that honours :attr:`OrderedCallback.order`.
-
-    Args:
-        callback_list: The callbacks, in the user's order.
-    """
+    """A torchbearer callback list that calls its callbacks by :attr:`OrderedCallback.order`."""
 
     def __init__(self, callback_list: list[Callback]) -> None:
         self._orders: dict[str, tuple[int, list[Callback]]] = {}
@@ -54,22 +50,18 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
 
     @classmethod
     def over(cls, callbacks: CallbackList) -> OrderedCallbackList:
-        """The same callbacks in the same positions, as this kind of list.
-
-        Args:
-            callbacks: The list that torchbearer made; it goes on working on the same callbacks.
-        """
+        """A list of this kind with the same callbacks in the same positions."""
         ordered = cls([])
         ordered.callback_list = callbacks.callback_list
         return ordered
 
     def __copy__(self) -> OrderedCallbackList:
-        """Copies as the same kind of list: torchbearer's own copy would lose the order."""
+        """A list of the same kind: torchbearer's own copy would lose the order."""
         return OrderedCallbackList(self.callback_list)
 
     def in_order(self, hook: str) -> list[Callback]:
         """The callbacks in the order in which this hook calls them."""
-        # Sorted once: this is on the way of every step. A callback may still be appended later.
+        # Sorted once, because each step calls many hooks. A callback may be appended later.
         known, ordered = self._orders.get(hook, (-1, []))
         if known != len(self.callback_list):
             ordered = sorted(
@@ -78,17 +70,21 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             self._orders[hook] = (len(ordered), ordered)
         return ordered
 
-
-def _ordered(hook: str) -> Callable[[OrderedCallbackList, Any], None]:
-    def call(self: OrderedCallbackList, state: Any) -> None:
+    def _call(self, hook: str, state: Any) -> None:
         debug.note_hook(hook, state)
         for callback in self.in_order(hook):
             getattr(callback, hook)(state)
 
-    call.__name__ = hook
-    call.__doc__ = f"Calls ``{hook}`` on each callback, in order."
-    return call
+
+def define_hooks(kind: type, call: Callable[[Any, str, Any], None]) -> None:
+    """Gives a class every hook of a callback; each calls ``call(self, hook's name, state)``."""
+    for name in HOOKS:
+
+        def hook(self: Any, state: Any, name: str = name) -> None:
+            call(self, name, state)
+
+        hook.__name__, hook.__doc__ = name, f"Calls ``{name}`` of the callback or callbacks inside."
+        setattr(kind, name, hook)
 
 
-for _hook in HOOKS:
-    setattr(OrderedCallbackList, _hook, _ordered(_hook))
+define_hooks(OrderedCallbackList, OrderedCallbackList._call)

@@ -1,4 +1,4 @@
-"""Each rank takes its share of the data."""
+"""Shard the data: each rank loads its own share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PARTS = {
 
 
 def shard(loader: DataLoader[Any], training: bool = True) -> DataLoader[Any]:
-    """Gives this rank's share of a DataLoader, for those who want it explicit.
+    """Returns this rank's share of a DataLoader, for use without :class:`ShardData`.
 
-    Call it on every rank. :class:`ShardData` leaves such a loader as it is, and tells it the epoch;
-    in a loop of your own call ``loader.sampler.set_epoch(epoch)``. Without a process group the
-    loader itself comes back.
+    Call it on every rank. :class:`ShardData` does not shard such a loader again, and sets its
+    epoch; in a loop of your own call ``loader.sampler.set_epoch(epoch)``. Without a process group
+    the loader itself is returned.
 
     Example: ::
 
@@ -33,44 +33,37 @@ def shard(loader: DataLoader[Any], training: bool = True) -> DataLoader[Any]:
         >>> loader = shard(DataLoader(range(10), batch_size=2, shuffle=True))
 
     Args:
-        loader: The loader to share; it is not changed.
-        training: True for shares of equal length (the first samples are dealt twice where they do
-            not go round, or the last ones dropped with ``drop_last``); False for whole batches
-            without duplicates, where a rank may get fewer or none.
+        loader: The loader to shard; it is not changed.
+        training: True for shares of equal length: if the samples cannot be divided evenly, the
+            first ones are used twice, or with ``drop_last`` the last ones are dropped. False for
+            whole batches without duplicates, of which a rank may have fewer than others, or none.
 
     Raises:
-        ValueError: If the loader cannot be shared (on every rank).
+        ValueError: If the loader cannot be sharded (on every rank).
     """
     if collectives.world_size() == 1 or loaders.share_of(loader) is not None:
         return loader
     seed = collectives.broadcast(loaders.base_seed(loader), "the seed of a loader")
-    error: ValueError | None = None
-    try:
-        loader = loaders.take_share(
-            loader, collectives.rank(), collectives.world_size(), training=training, seed=seed
-        )
-    except ValueError as caught:
-        error = caught
-    collectives.raise_together(error, "sharding a loader")
-    return loader
+    return collectives.run_together(lambda: _take(loader, seed, training), "sharding a loader")
 
 
 class ShardData(OrderedCallback):
-    """Turns the plain DataLoaders of a Trial into this rank's share of them.
+    """Replaces the DataLoaders of a Trial by this rank's shares of them.
 
-    In training, every rank gets as many samples: step k of all N ranks takes what step k of one
-    process with N times the batch size would. The order is drawn alike on every rank and anew each
-    epoch; a resumed run draws the same order for the same epoch. A sampler of your own must draw
-    from python's, numpy's or torch's generator, or from its own attribute ``generator``.
+    In training, every rank has the same number of samples: step k of all N ranks takes the samples
+    that step k of one process with N times the batch size would take. The order is the same on
+    every rank and changes each epoch; a resumed run has the same order in the same epoch. A sampler
+    of your own must draw from python's, numpy's or torch's generator, or from its own attribute
+    ``generator``.
 
-    In evaluation and prediction the ranks take turns at the batches that one process would take:
-    no sample counts twice, and a rank may get fewer batches, or none.
+    In evaluation and prediction the batches of one process are divided between the ranks: no sample
+    is used twice, and a rank may have fewer batches than others, or none.
 
-    A loader with a ``batch_sampler`` is shared batch by batch. Of an ``IterableDataset`` each rank
-    takes every N-th item (in evaluation every N-th batch of items); with several workers its length
-    is an estimate, as it is in torch: then give the Trial the steps. A data set that shares itself
-    out says so with an attribute ``shards_itself = True``; it, a loader with torch's
-    ``DistributedSampler``, and one made by :func:`shard` are left as they are.
+    A loader with a ``batch_sampler`` is sharded batch by batch. Of an ``IterableDataset`` each rank
+    takes every N-th item (in evaluation every N-th batch of items). With several workers its length
+    is an estimate, as it is in torch: then give the Trial the steps. A data set with the attribute
+    ``shards_itself = True``, a loader with torch's ``DistributedSampler``, and a loader that
+    :func:`shard` returned are not sharded again.
 
     Steps that were given to the Trial are kept; in evaluation a rank stops at the end of its share.
 
@@ -81,18 +74,18 @@ class ShardData(OrderedCallback):
         >>> trial = Trial(None, callbacks=[ShardData(global_batch=True)])
 
     Args:
-        train: Share the training data.
-        validation: Share the validation data.
-        test: Share the test data, and data of other keys.
-        global_batch: The batch size of the training data is that of all ranks together, to be
-            divided by their number; without it, it is each rank's.
+        train: True to shard the training data.
+        validation: True to shard the validation data.
+        test: True to shard the test data, and data of other keys.
+        global_batch: True if the batch size of the training data is that of all ranks together, so
+            that it is divided by their number; False if it is the batch size of each rank.
 
     State Requirements:
         - :attr:`torchbearer.state.SELF`: The Trial, whose data is replaced
         - :attr:`torchbearer.state.EPOCH`: The current epoch
     """
 
-    # First, so that every other callback sees the loaders and steps of the run.
+    # First, so that every other callback reads the sharded loaders and their steps.
     order: ClassVar[Mapping[str, int]] = {"on_start": FIRST - 1, "on_start_epoch": FIRST}
 
     def __init__(
@@ -112,7 +105,7 @@ class ShardData(OrderedCallback):
         self._global_batch = global_batch
 
     def on_start(self, state: Any) -> None:
-        """At the start of run, evaluate and predict: only now are the loaders known."""
+        """At the start of run, evaluate and predict: the loaders are not known earlier."""
         if collectives.world_size() == 1:
             return
         trial = state[torchbearer.SELF]
@@ -122,18 +115,17 @@ class ShardData(OrderedCallback):
             keys.append(running)
         mine = [loaders.base_seed(_loader(trial.state, key)) for key in keys]
         seeds = collectives.broadcast(mine, "the seeds of the loaders")
-        error: ValueError | None = None
-        try:
+
+        def share_all() -> None:
             for key, seed in zip(keys, seeds, strict=True):
                 self._share(trial.state, state, key, seed)
-        except ValueError as caught:
-            error = caught
-        collectives.raise_together(error, "sharding the data")
+
+        collectives.run_together(share_all, "sharding the data")
         if running is not None:
             self._use_share(trial.state, state, running)
 
     def on_start_epoch(self, state: Any) -> None:
-        """Before the epoch's first batch is drawn."""
+        """Sets the epoch before its first batch is drawn."""
         if collectives.world_size() == 1:
             return
         trial = state[torchbearer.SELF]
@@ -149,42 +141,39 @@ class ShardData(OrderedCallback):
         training = key == torchbearer.TRAIN_DATA
         share = loaders.share_of(loader)
         if share is None:
-            whole, shared = loader, self._take(loader, seed, training=training)
+            whole, shared = loader, _take(loader, seed, training, self._global_batch)
         elif share.original is loader or training:
-            return  # somebody else shares it
-        else:  # shared before, but the steps may have been given since
+            return  # the user's own sampler or data set shards it
+        else:  # sharded in an earlier run, but the steps may have been given since
             whole, shared = share.original, loader
         steps = loaders.steps_of_share(
             trial_state[key][1], len(whole), len(shared), training=training
         )
-        # torchbearer refreshes the run's state from the Trial's before each pass.
+        # torchbearer copies the Trial's state into the run's state before each pass.
         for each in (trial_state, state):
             each[key] = (shared, steps)
             if key in _PARTS:
                 each[_PARTS[key][0]], each[_PARTS[key][1]] = shared, steps
 
     def _use_share(self, trial_state: Any, state: Any, key: Any) -> None:
-        """Corrects what evaluate and predict have put into the run's state before on_start."""
+        """Corrects the loader and steps that evaluate and predict put into the state before."""
         if trial_state[key] is None or trial_state[key][0] is None:
             return
         loader, steps = trial_state[key]
         share = loaders.share_of(loader)
         if key == torchbearer.TRAIN_DATA and share is not None and share.original is not loader:
-            # The training data is evaluated: no sample may count twice.
-            whole = self._take(share.original, share.seed, training=False)
-            steps = loaders.steps_of_share(steps, len(loader), len(whole), training=False)
-            loader = whole
+            # The training data is evaluated, where no sample may be used twice.
+            evaluated = _take(share.original, share.seed, training=False)
+            steps = loaders.steps_of_share(steps, len(loader), len(evaluated), training=False)
+            loader = evaluated
         state[torchbearer.GENERATOR], state[torchbearer.STEPS] = loader, steps
 
-    def _take(self, loader: Any, seed: int, *, training: bool) -> DataLoader[Any]:
-        return loaders.take_share(
-            loader,
-            collectives.rank(),
-            collectives.world_size(),
-            training=training,
-            seed=seed,
-            global_batch=self._global_batch,
-        )
+
+def _take(loader: Any, seed: int, training: bool, global_batch: bool = False) -> DataLoader[Any]:
+    rank, world_size = collectives.rank(), collectives.world_size()
+    return loaders.take_share(
+        loader, rank, world_size, training=training, seed=seed, global_batch=global_batch
+    )
 
 
 def _loader(state: Any, key: Any) -> Any:

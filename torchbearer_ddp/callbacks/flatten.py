@@ -1,4 +1,4 @@
-"""Images in, vectors out."""
+"""Flatten the inputs of a model, for example images to vectors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import OrderedCallback
+from torchbearer_ddp.data.batch import map_tensors
 
 
 class Flatten(OrderedCallback):
     """Flattens each input to (batch, -1), in training, validation and prediction.
 
-    Inputs may be a tensor, or a list, tuple or dict of them; what has no dimension beside the batch
-    is left as it is.
+    Inputs may be a tensor, or a list, tuple or dict of tensors. A tensor that has no dimension
+    except the batch is not changed.
 
     Example: ::
 
@@ -27,22 +28,13 @@ class Flatten(OrderedCallback):
     """
 
     def on_sample(self, state: Any) -> None:
-        """Right after the batch was loaded: the model comes next."""
-        state[torchbearer.X] = _flat(state[torchbearer.X])
+        """Right after the batch was loaded and before the model is called."""
+        state[torchbearer.X] = map_tensors(_flat, state[torchbearer.X])
 
     def on_sample_validation(self, state: Any) -> None:
-        """The same in evaluation and prediction, which have no hook but this one."""
-        state[torchbearer.X] = _flat(state[torchbearer.X])
+        """The same hook of evaluation and prediction."""
+        self.on_sample(state)
 
 
-def _flat(value: Any) -> Any:
-    if torch.is_tensor(value):
-        return value.flatten(1) if value.dim() > 1 else value
-    if isinstance(value, dict):
-        return {key: _flat(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        each_flat = [_flat(each) for each in value]
-        if hasattr(value, "_fields"):  # a namedtuple takes its items one by one
-            return type(value)(*each_flat)
-        return type(value)(each_flat)
-    return value
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor

@@ -20,13 +20,12 @@ class SyncMetrics(OrderedCallback):
     """Gives every rank the metrics and predictions that one process would have reported.
 
     At the end of each pass the metrics' own sums, counts and gathered predictions are pooled over
-    the ranks (see :mod:`torchbearer_ddp.metrics`), so the printer, EarlyStopping, checkpoints and
-    schedulers read the values of all of the data, the same on every rank. A metric that cannot be
-    pooled is averaged, with a warning that names it. Running metrics are a preview of each rank's
-    own training and stay that.
+    the ranks, so the progress bar, EarlyStopping, checkpoints and schedulers read values of all of
+    the data, equal on every rank. A metric that cannot be pooled is averaged, with a warning that
+    names it. Running metrics are not pooled: they are a preview of each rank's own training.
 
-    ``predict()`` returns the predictions for all of the data, in its order, on every rank. The
-    progress bar is rank zero's, and counts the samples of all ranks.
+    ``predict()`` returns the predictions for all of the data, in its order, on every rank. Only
+    rank zero shows a progress bar, which counts the samples of all ranks.
 
     Example: ::
 
@@ -37,30 +36,30 @@ class SyncMetrics(OrderedCallback):
     State Requirements:
         - :attr:`torchbearer.state.METRIC_LIST`: Replaced by one that pools
         - :attr:`torchbearer.state.SELF`: The Trial, whose verbosity is set
-        - :attr:`torchbearer.state.METRICS`: Completed on a rank without data
+        - :attr:`torchbearer.state.METRICS`: Filled in on a rank without data
         - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Replaced by those of all ranks
     """
 
-    # First, so that every other callback reads the values of all ranks.
+    # First, so that every other callback reads pooled values.
     order: ClassVar[Mapping[str, int]] = {"on_end_validation": FIRST}
 
     def on_init(self, state: Any) -> None:
-        """At init: the printer comes before every callback, so the metrics must pool themselves."""
+        """At init: the progress bar reads metrics before any callback, so the list itself pools."""
         super().on_init(state)
         if collectives.world_size() > 1:
             self._pool(state)
             progress.silence(state)
 
     def on_start(self, state: Any) -> None:
-        """The printer of this run, and its verbosity, are known only now."""
+        """The progress bar of this run, and its verbosity, are not known earlier."""
         if collectives.world_size() > 1:
             trial_state = state[torchbearer.SELF].state
             self._pool(trial_state)
             state[torchbearer.METRIC_LIST] = trial_state[torchbearer.METRIC_LIST]
-            progress.take_over(state)
+            progress.replace_bars(state)
 
     def on_end_validation(self, state: Any) -> None:
-        """Every rank comes here, also one without data; torchbearer has its predictions ready."""
+        """Every rank calls this hook, also one without data; the predictions are complete here."""
         if collectives.world_size() == 1:
             return
         metrics = state[torchbearer.METRIC_LIST]

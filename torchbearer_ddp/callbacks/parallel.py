@@ -1,4 +1,4 @@
-"""The standard list of callbacks."""
+"""The standard list of callbacks for data-parallel training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchbearer_ddp.callbacks.model import SyncModel
 
 
 def data_parallel(*, shard: bool = True, **options: Any) -> list[OrderedCallback]:
-    """What makes a Trial data-parallel, in the right order.
+    """The callbacks that make a Trial data-parallel.
 
     Example: ::
 
@@ -21,7 +21,7 @@ def data_parallel(*, shard: bool = True, **options: Any) -> list[OrderedCallback
         >>> trial = Trial(None, callbacks=[*data_parallel(weighted=True)])
 
     Args:
-        shard: False if the loaders already give each rank its own share.
+        shard: False if the loaders already load only this rank's share.
         options: Passed on to :class:`SyncGradients`.
     """
     sharding = [ShardData()] if shard else []

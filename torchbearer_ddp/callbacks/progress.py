@@ -1,4 +1,4 @@
-"""One progress bar for all ranks, which counts the samples of all of them."""
+"""One progress bar for all ranks, which counts the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,15 @@ from torchbearer_ddp.group import collectives
 
 
 class SamplesTqdm(Tqdm):  # type: ignore[misc]
-    """torchbearer's bar for batches, in samples of all ranks."""
+    """torchbearer's progress bar for batches, counting samples of all ranks."""
 
     tqdm_args: dict[str, Any]
 
-    @classmethod
-    def like(cls, printer: Tqdm) -> SamplesTqdm:
-        """A bar with the settings of another one.
-
-        Args:
-            printer: The bar to take after.
-        """
-        bar = cls.__new__(cls)
-        bar.__dict__.update(vars(printer))
-        return bar
+    def __init__(self, bar: Tqdm) -> None:
+        self.__dict__.update(vars(bar))
 
     def _on_start(self, state: Any, letter: str) -> None:
-        """A new bar for each pass: loaders differ in batch size."""
+        """Sets the unit for each pass: loaders differ in batch size."""
         size = global_batch_size(state.get(torchbearer.GENERATOR))
         plain = self.tqdm_args
         if size is not None:
@@ -41,28 +33,18 @@ class SamplesTqdm(Tqdm):  # type: ignore[misc]
 
 
 def global_batch_size(loader: Any) -> int | None:
-    """The samples that all ranks together take in one step, if that is known.
-
-    Args:
-        loader: The loader of this rank.
-    """
+    """The number of samples that all ranks together take in one step, if it is known."""
     if not isinstance(loader, DataLoader):
         return None
-    size = loader.batch_size
-    if size is None:  # a batch sampler, perhaps our share of one
-        sampler: Any = loader.batch_sampler
-        size = getattr(getattr(sampler, "inner", sampler), "batch_size", None)
+    sampler: Any = loader.batch_sampler
+    size = loader.batch_size or getattr(getattr(sampler, "inner", sampler), "batch_size", None)
     if size is None:
         return None
     return int(size) * (collectives.world_size() if share_of(loader) is not None else 1)
 
 
 def silence(state: Any) -> None:
-    """Before any run: ranks other than zero print no bar.
-
-    Args:
-        state: The state of the Trial.
-    """
+    """Hides the progress bars of ranks other than zero, before any run."""
     if not collectives.is_rank_zero():
         state[torchbearer.SELF].verbose = 0
         for callback in state[torchbearer.CALLBACK_LIST]:
@@ -70,31 +52,23 @@ def silence(state: Any) -> None:
                 callback.tqdm_args = {**callback.tqdm_args, "disable": True}
 
 
-def take_over(state: Any) -> None:
-    """At the start of a run: it may have been given a verbosity of its own.
-
-    Args:
-        state: The state of the running Trial.
-    """
+def replace_bars(state: Any) -> None:
+    """Replaces the bars of a run at its start: ``run(verbose=...)`` adds one that is not hidden."""
     for injection in injections(state):
-        printer = injection.callback
-        if not isinstance(printer, Tqdm):
+        bar = injection.callback
+        if not isinstance(bar, Tqdm):
             continue
         if not collectives.is_rank_zero():
-            if printer._loader is not None:  # a bar of epochs has begun already
-                printer._loader.leave = False
-                printer._loader.close()
+            if bar._loader is not None:  # a bar of epochs is already on the screen
+                bar._loader.leave = False
+                bar._loader.close()
             injection.callback = Callback()
-        elif not printer._on_epoch:
-            injection.callback = SamplesTqdm.like(printer)
+        elif not bar._on_epoch:
+            injection.callback = SamplesTqdm(bar)
 
 
 def injections(state: Any) -> Iterator[CallbackListInjection]:
-    """What torchbearer has put around the callback list for this run.
-
-    Args:
-        state: The state of the running Trial.
-    """
+    """The callbacks that torchbearer has added around the callback list for this run."""
     callbacks = state[torchbearer.CALLBACK_LIST]
     while isinstance(callbacks, CallbackListInjection):
         yield callbacks

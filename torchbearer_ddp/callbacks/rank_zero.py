@@ -1,4 +1,4 @@
-"""Any torchbearer callback, on rank zero only."""
+"""Run a torchbearer callback on rank zero only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp.callbacks.callback_order import HOOKS, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import OrderedCallback, define_hooks
 from torchbearer_ddp.group import collectives
 
 
 class RankZeroOnly(Callback):  # type: ignore[misc]
-    """Runs a callback on rank zero, and stands in for it on the others.
+    """Runs a callback on rank zero, and takes its place in the list on the other ranks.
 
-    Give it to every rank, so that the callback lists and their states line up. It is meant for
-    callbacks that write: files, logs, a console. One that changes gradients or parameters must run
-    on every rank instead.
+    Give it to every rank, so that callback lists and their states have the same positions on all
+    ranks. It is for callbacks that write: files, logs, a console. A callback that changes gradients
+    or parameters must run on every rank instead.
 
-    A stop that the callback asks for is agreed by :class:`.SyncGradients`, like any other.
+    If the callback requests a stop, :class:`.SyncGradients` stops all ranks.
 
     Example: ::
 
@@ -29,9 +29,10 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
         ...                                RankZeroOnly(lambda: Best('runs/a/best.pt'))])
 
     Args:
-        callback: The callback; or a function without arguments that makes it, which is called on
-            rank zero only. Take a function where making the callback already does something: those
-            of torchbearer that save models make their folder, and ranks that do so at once collide.
+        callback: The callback; or a function without arguments that returns it, which is called on
+            rank zero only. Use a function if the constructor of the callback has side effects: the
+            callbacks of torchbearer that save models create a folder, which fails if several ranks
+            do it at the same time.
 
     Attributes:
         callback: The callback; None on the other ranks if it was given as a function.
@@ -41,53 +42,42 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
         super().__init__()
         self._state: dict[str, Any] = {}
         self.callback: Callback | None = None
-        if isinstance(callback, Callback):
-            self.callback = callback
-        elif not callable(callback):
-            raise ValueError(_refusal(callback))
-        elif collectives.is_rank_zero():
-            self.callback = callback()
-            if not isinstance(self.callback, Callback):
-                raise ValueError(_refusal(self.callback))
-        if isinstance(self.callback, OrderedCallback):
+        given: Any = callback
+        if not isinstance(callback, Callback) and callable(callback):
+            if not collectives.is_rank_zero():
+                return
+            given = callback()
+        if not isinstance(given, Callback):
             raise ValueError(
-                f"{type(self.callback).__name__} exchanges data with the other ranks, so on rank "
-                "zero alone it would wait for ever. Put it into the list as it is."
+                f"RankZeroOnly was given {given!r}: give it a torchbearer callback, or a function "
+                "without arguments that returns one."
             )
+        if isinstance(given, OrderedCallback):
+            raise ValueError(
+                f"{type(given).__name__} exchanges data with the other ranks, so on rank zero "
+                "alone it would wait forever. Put it into the list without RankZeroOnly."
+            )
+        self.callback = given
 
     def state_dict(self) -> dict[str, Any]:
-        """The callback's own state; where there is no callback, the last one that was loaded."""
+        """The callback's own state; without a callback, the state that was loaded last."""
         state: dict[str, Any] = self.callback.state_dict() if self.callback else self._state
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> RankZeroOnly:
-        """Hands the state on to the callback; where there is none, keeps it for the next save.
+        """Loads the callback's state; without a callback, keeps it for the next save.
 
         Args:
-            state_dict: What :meth:`state_dict` gave, on rank zero.
+            state_dict: What :meth:`state_dict` returned, on rank zero.
         """
         self._state = state_dict
         if self.callback:
             self.callback.load_state_dict(state_dict)
         return self
 
-
-def _refusal(found: Any) -> str:
-    return (
-        f"RankZeroOnly was given {found!r}: give it a torchbearer callback, or a function without "
-        "arguments that makes one."
-    )
-
-
-def _on_rank_zero(hook: str) -> Callable[[RankZeroOnly, Any], None]:
-    def call(self: RankZeroOnly, state: Any) -> None:
+    def _call(self, hook: str, state: Any) -> None:
         if self.callback is not None and collectives.is_rank_zero():
             getattr(self.callback, hook)(state)
 
-    call.__name__ = hook
-    call.__doc__ = f"Calls the callback's ``{hook}``, on rank zero."
-    return call
 
-
-for _hook in HOOKS:
-    setattr(RankZeroOnly, _hook, _on_rank_zero(_hook))
+define_hooks(RankZeroOnly, RankZeroOnly._call)

@@ -1,4 +1,4 @@
-"""TensorBoard: what the run does, written by rank zero, on one axis that survives a resume."""
+"""Write curves for TensorBoard on rank zero, over a global step that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ _GLOBAL_STEP = "global_step"
 
 
 class TensorBoard(Callback):  # type: ignore[misc]
-    """Writes metrics, learning rates, speed, and where the time of a step goes, for TensorBoard.
+    """Writes metrics, learning rates, speed and the parts of the step time for TensorBoard.
 
-    Rank zero writes, the other ranks only count: no :class:`.RankZeroOnly` is needed. Every point
-    is placed at the global step, the number of training steps since the first epoch. A resumed run
-    goes on at its step, and TensorBoard hides what the interrupted one had written beyond it.
+    Rank zero writes, the other ranks only count steps: no :class:`.RankZeroOnly` is needed. The
+    x-axis is the global step, the number of training steps since the first epoch. A resumed run
+    continues at its step, and TensorBoard hides what the interrupted run wrote after that step.
 
-    A folder that cannot be written to, or a full disk, is a warning, once; training goes on.
+    If the folder cannot be written to, or the disk is full, there is one warning and training
+    continues.
 
     Example: ::
 
@@ -45,14 +46,14 @@ class TensorBoard(Callback):  # type: ignore[misc]
         >>> trial = Trial(None, callbacks=[*data_parallel(), TensorBoard('runs/a')])
 
     Args:
-        log_dir: The folder of this run, alone: TensorBoard shows one run per folder.
+        log_dir: The folder of this run; TensorBoard shows one run per folder.
         write_graph: True to write the model's graph (which needs the ``tensorboard`` package).
         write_summary: True to write the Trial's description as text.
-        write_batch_metrics: True to write rank zero's metrics of single steps as they come.
-        write_epoch_metrics: True to write the metrics of each epoch, pooled over all ranks where
+        write_batch_metrics: True to write rank zero's metrics of single steps.
+        write_epoch_metrics: True to write the metrics of each epoch, pooled over all ranks if
             :class:`.SyncMetrics` is in the list.
-        batch_step_size: Batch metrics, learning rates, speed and times are written every so many
-            steps.
+        batch_step_size: The number of steps between points of batch metrics, learning rates, speed
+            and times.
 
     State Requirements:
         - :attr:`torchbearer.state.METRICS`: The metrics to write
@@ -61,7 +62,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         - :attr:`torchbearer.state.MODEL`: The model whose graph is written
         - :attr:`torchbearer.state.HISTORY`: The steps of epochs that this callback has not seen
         - :attr:`torchbearer.state.SELF`: The Trial to describe
-        - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Tells ``predict`` from ``evaluate``
+        - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Distinguishes ``predict`` from ``evaluate``
     """
 
     def __init__(
@@ -85,9 +86,7 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._batch_step_size = batch_step_size
         self._step = 0
         self._training = False
-        self._file: EventFile | None = None
-        self._in_session = False
-        self._failed = False
+        self._file = EventFile(self.log_dir)
         self._unwritten: set[str] = set()
         self._speed = _Speed()
 
@@ -96,47 +95,46 @@ class TensorBoard(Callback):  # type: ignore[misc]
         return {_GLOBAL_STEP: self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> TensorBoard:
-        """Goes on at that step; what the folder holds beyond it is hidden from then on.
+        """Continues at that step; TensorBoard hides what the folder holds after it.
 
         Args:
-            state_dict: What :meth:`state_dict` gave.
+            state_dict: What :meth:`state_dict` returned.
         """
         self._step = int(state_dict.get(_GLOBAL_STEP, 0))
-        self._close()
+        self._file.close()
+        self._file = EventFile(self.log_dir)
         return self
 
     def on_start(self, state: Any) -> None:
-        """Starts anew: the run before may have ended in an exception, without any hook."""
+        """Resets at the start: a previous run may have ended in an exception, before ``on_end``."""
         self._training = False
         self._speed = _Speed()
 
     def on_start_epoch(self, state: Any) -> None:
-        """The clock starts before the loader's iterator is made: waiting for data is time too."""
+        """Starts the clock before the loader's iterator is made: loading is part of the time."""
         self._speed.start()
 
     def on_start_training(self, state: Any) -> None:
-        """Whoever loads a checkpoint at the start has done so: the first step is known."""
+        """Callbacks load checkpoints in ``on_start``, so the first step is known here."""
         if self._training:
             return
         self._training = True
-        # Where nobody kept this callback's state, the epochs done are still known.
+        # Without a saved state of this callback, the history still has the completed epochs.
         self._step = self._step or _steps_of(state[torchbearer.HISTORY])
-        if collectives.is_rank_zero() and not self._in_session:
-            # The points at this very step are the last ones that a run before was sure of; or this
-            # callback's own, of an evaluation.
-            first = self._step + 1 if self._step or self._file is not None else 0
-            self._in_session = True
-            self._try(lambda file: file.begin_session(first))
+        if collectives.is_rank_zero() and not self._file.in_session:
+            # Points at the current step are valid: a previous run wrote them before its last
+            # checkpoint, or this callback wrote them in an evaluation.
+            self._file.begin_session(self._step + 1 if self._step or self._file.has_events else 0)
             if self._write_summary:
                 text = "\n".join(f"    {line}" for line in str(state[torchbearer.SELF]).split("\n"))
-                self._write(Event(step=self._step, summary=summary.text("trial", text)))
+                self._file.write(Event(step=self._step, summary=summary.text("trial", text)))
 
     def on_sample(self, state: Any) -> None:
-        """Counts a step as it begins: a checkpoint made at its end holds the right number."""
+        """Counts a step when it begins, so that a checkpoint at its end has the right number."""
         self._step += 1
 
     def on_step_training(self, state: Any) -> None:
-        """The step is complete, its metrics and its time are known."""
+        """The step is complete here: its metrics and its time are known."""
         if not collectives.is_rank_zero():
             return
         self._speed.stop(state)
@@ -153,10 +151,10 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._add(values)
 
     def on_end_epoch(self, state: Any) -> None:
-        """The epoch's metrics are final here, those of the validation among them.
+        """The epoch's metrics are final here, including those of the validation.
 
-        ``evaluate`` ends with this hook, too: its results are kept apart from the epochs'. So does
-        ``predict``, from which nobody expects a curve.
+        ``evaluate`` also ends with this hook; its results have tags of their own. ``predict`` does
+        too, but has no results to write.
         """
         if torchbearer.FINAL_PREDICTIONS in state:
             return
@@ -164,18 +162,14 @@ class TensorBoard(Callback):  # type: ignore[misc]
             kind = "epoch" if self._training else "evaluate"
             self._step = self._step or _steps_of(state[torchbearer.HISTORY])
             metrics = state[torchbearer.METRICS].items()
-            # Running metrics preview the final ones, on this rank's data: the steps showed them.
+            # Running metrics are previews on this rank's data, which the steps have written.
             final = {name: value for name, value in metrics if not name.startswith("running_")}
             self._add(_tagged(kind, final))
 
     def on_end(self, state: Any) -> None:
-        """Gives the file back; everything is in it already.
-
-        An evaluation or a run that follows goes on in it: one Trial, one file.
-        """
+        """Closes the file; a later run or evaluation of this Trial appends to it."""
         self._training = False
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _add(self, values: dict[str, Any]) -> None:
         found: list[Any] = []
@@ -192,53 +186,24 @@ class TensorBoard(Callback):  # type: ignore[misc]
                         stacklevel=2,
                     )
         if found:
-            self._write(Event(step=self._step, summary=Summary(value=found)))
+            self._file.write(Event(step=self._step, summary=Summary(value=found)))
 
     def _add_graph(self, state: Any) -> None:
         try:
             graph, statistics = _graph_of(state[torchbearer.MODEL], state[torchbearer.X])
-        except Exception as error:  # whatever a user's model raises when it is traced
+        except Exception as error:  # a user's model may raise anything when it is traced
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             warnings.warn(
-                f"TensorBoard has no graph of the model: {reason}. Training goes on; "
+                f"TensorBoard has no graph of the model: {reason}. Training continues; "
                 "write_graph=False leaves the graph out.",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return
-        self._write(Event(graph_def=graph.SerializeToString()))
+        self._file.write(Event(graph_def=graph.SerializeToString()))
         metadata = statistics.SerializeToString()
         profile = TaggedRunMetadata(tag="profiler", run_metadata=metadata)
-        self._write(Event(tagged_run_metadata=profile))
-
-    def _write(self, event: Any) -> None:
-        self._try(lambda file: file.write(event))
-
-    def _try(self, action: Callable[[EventFile], None]) -> None:
-        """Does something to the file, which is made for its first event."""
-        if self._failed:
-            return
-        try:
-            self._file = self._file or EventFile(self.log_dir)
-            action(self._file)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        self._failed = True
-        self._close()
-        warnings.warn(
-            f"TensorBoard cannot write to {self.log_dir}: {error}. Training goes on without it; "
-            "make room or give another log_dir.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        self._in_session = False
+        self._file.write(Event(tagged_run_metadata=profile))
 
 
 class _Speed:
@@ -255,11 +220,11 @@ class _Speed:
         self._exchanges = False
 
     def start(self) -> None:
-        """A step begins now."""
+        """Starts the clock of a step."""
         self._since = time.perf_counter()
 
     def stop(self, state: Any) -> None:
-        """The step is done."""
+        """Adds the step that has just ended."""
         seconds = time.perf_counter() - self._since
         self._seconds += seconds
         self._steps += 1
@@ -272,11 +237,11 @@ class _Speed:
                     self._timing = timing
                     moving = min(timing.moving, seconds)
                     self._moving += moving
-                    # Known from the other ranks' clocks, so it may be a little more than there is.
+                    # Measured on other ranks' clocks, so it may exceed this rank's time.
                     self._waiting += min(timing.waiting, seconds - moving)
 
     def read(self) -> dict[str, Any]:
-        """The averages since the last reading; the three parts of a step add up to the whole."""
+        """The averages since the last reading; the three parts of a step add up to its time."""
         values = {"speed/samples_per_second": self._samples / max(self._seconds, 1e-9)}
         if self._exchanges:
             compute = self._seconds - self._waiting - self._moving
@@ -296,18 +261,16 @@ def _tagged(kind: str, metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """A metric may be a list, a dict or a tensor of numbers: each gets a tag of its own."""
+    """The numbers of a metric, which may be a list, dict or tensor, each with its own tag."""
     if torch.is_tensor(value) or isinstance(value, numpy.ndarray):
         value = value.item() if value.reshape(-1).shape[0] == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
+        for key, each in value.items():
+            yield from _numbers(f"{tag}_{key}", each)
     else:
         yield tag, float(value)
-        return
-    for key, each in items:
-        yield from _numbers(f"{tag}_{key}", each)
 
 
 def _graph_of(model: Any, x: Any) -> tuple[Any, Any]:
@@ -318,8 +281,8 @@ def _graph_of(model: Any, x: Any) -> tuple[Any, Any]:
     if isinstance(model, DataParallel | DistributedDataParallel):
         model = model.module
     with randomness.preserved(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracer's, about values it takes for constants
-        # In evaluation mode no layer talks to other ranks, which are not here to answer.
+        warnings.simplefilter("ignore")  # the tracer warns of values that it treats as constants
+        # In evaluation mode no layer exchanges data with other ranks, which do not trace.
         traced: tuple[Any, Any] = graph(  # type: ignore[no-untyped-call]
             copy.deepcopy(model).eval(), (x,)
         )

@@ -1,7 +1,8 @@
-"""The size of a batch."""
+"""Batches: tensors, or lists, tuples and dicts of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,3 +15,16 @@ def batch_size(state: Any) -> int:
     while isinstance(value, list | tuple | dict) and value:
         value = next(iter(value.values())) if isinstance(value, dict) else value[0]
     return int(value.shape[0]) if torch.is_tensor(value) and value.dim() else 1
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Applies a function to each tensor in nested lists, tuples and dicts."""
+    if torch.is_tensor(value):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        mapped = [map_tensors(function, each) for each in value]
+        # A namedtuple takes its items one by one.
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    return value

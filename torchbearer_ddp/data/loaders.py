@@ -1,9 +1,8 @@
-"""One rank's share of a DataLoader: the same loader in every argument, with less to load.
+"""One rank's share of a DataLoader: a loader with the same arguments and fewer batches.
 
-In training the ranks share out the samples one by one, so that step k of all ranks together takes
-the samples that one process with the N-fold batch size would take. In evaluation they share out
-whole batches, the very ones a single process would take, so that every number, also one that is
-computed per batch, is the one that process reports.
+In training, samples are divided one by one: step k of all ranks together takes the samples that one
+process with N times the batch size would take. In evaluation, whole batches are divided: they are
+the batches of a single process, so values that are computed per batch are also equal to its values.
 """
 
 from __future__ import annotations
@@ -15,40 +14,32 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
-from torchbearer_ddp.data.sampling import Remainder, ShardIterable, ShardSampler, generators_of
+from torchbearer_ddp.data.sampling import (
+    Partition,
+    Remainder,
+    ShardIterable,
+    ShardSampler,
+    generators_of,
+)
 
 _MARK = "_torchbearer_ddp_share"
-#: The arguments that a share has in common with its loader, and that are readable from it.
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+#: The arguments of a DataLoader that a share does not take from its loader's attributes.
+_REPLACED = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 
 
 @dataclass(frozen=True)
 class Share:
-    """How a loader was shared out, so that results can be put in order again.
+    """How a loader was divided between the ranks, so that results can be put in order.
 
-    Args:
-        original: The loader that was shared out.
-        world_size: The number of ranks it was shared between.
+    Attributes:
+        original: The loader before it was divided.
         seed: The base seed of its order.
         whole_batches: True if each batch is one that a single process would take.
-        block: The samples in a row that each rank got in turn, if that is known.
-        total: The number of samples there are, where some ranks got the first ones twice.
+        block: The number of consecutive samples that each rank has, or None if it is not known.
+        total: The number of samples without padding, or None if it is not known.
     """
 
     original: Any
-    world_size: int
     seed: int
     whole_batches: bool
     block: int | None = 1
@@ -56,12 +47,9 @@ class Share:
 
 
 def share_of(loader: Any) -> Share | None:
-    """How a loader is shared out between the ranks, or None if each rank gets all of it.
+    """How a loader is divided between the ranks, or None if each rank loads all of it.
 
-    A loader with a ``DistributedSampler``, or whose data set says ``shards_itself = True``, counts.
-
-    Args:
-        loader: Any generator of batches.
+    A ``DistributedSampler`` or a data set with ``shards_itself = True`` also divides a loader.
     """
     found = vars(loader).get(_MARK) if hasattr(loader, "__dict__") else None
     if isinstance(found, Share) or not isinstance(loader, DataLoader):
@@ -71,28 +59,18 @@ def share_of(loader: Any) -> Share | None:
         sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         total = len(sampler.dataset)  # type: ignore[arg-type]
-        return Share(loader, sampler.num_replicas, sampler.seed, False, total=total)
+        return Share(loader, sampler.seed, whole_batches=False, total=total)
     if getattr(loader.dataset, "shards_itself", False):
-        return Share(loader, 0, 0, True, block=None)
+        return Share(loader, 0, whole_batches=True, block=None)
     return None
 
 
 def base_seed(loader: Any) -> int:
-    """The seed of a loader's order: its own generator's, or else the process's.
-
-    Args:
-        loader: Any generator of batches.
-    """
-    own = [
-        generator
-        for part in (
-            loader,
-            getattr(loader, "sampler", None),
-            getattr(loader, "batch_sampler", None),
-        )
-        for generator in generators_of(part)
-    ]
-    return own[0].initial_seed() if own else torch.initial_seed()
+    """The seed of a loader's order: that of its own generator, or else the process's."""
+    for part in (loader, getattr(loader, "batch_sampler", None)):
+        for generator in generators_of(part):
+            return generator.initial_seed()
+    return torch.initial_seed()
 
 
 def take_share(
@@ -104,57 +82,46 @@ def take_share(
     seed: int,
     global_batch: bool = False,
 ) -> DataLoader[Any]:
-    """One rank's share of a loader.
+    """One rank's share of a loader, which is not changed itself.
 
-    Args:
-        loader: The loader to share; it is not changed.
-        rank: Whose share to take.
-        world_size: The number of ranks.
-        training: True for shares of equal length; False for shares without duplicates.
-        seed: The base seed of the order, the same on every rank.
-        global_batch: Divide the batch size by the number of ranks (in training: evaluation takes
-            the batches of a single process as they are).
+    In training the shares have equal lengths; in evaluation no sample is in two shares. With
+    ``global_batch`` the batch size in training is divided by the number of ranks.
 
     Raises:
-        ValueError: If the loader cannot be shared.
+        ValueError: If the loader cannot be sharded.
     """
     _check(loader)
     batch_size = loader.batch_size
     if training and global_batch:
-        batch_size = _divided(loader, world_size)
+        batch_size = _divided(batch_size, world_size)
     remainder = Remainder.KEEP
     if training:
         batches = loader.batch_sampler if batch_size is None else loader
         remainder = Remainder.DROP if getattr(batches, "drop_last", False) else Remainder.PAD
     block = 1 if training else batch_size or 1
-    dealt = (rank, world_size, remainder)
-    batching = {"batch_size": batch_size, "drop_last": loader.drop_last}
-    changes: dict[str, Any]
+    partition = Partition(rank, world_size, remainder, block)
+    changes = {"dataset": loader.dataset, "batch_size": batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
-        stream = ShardIterable(loader.dataset, *dealt, block)
-        changes = {"dataset": stream, **batching}
-    elif batch_size is None and loader.batch_sampler is not None:
-        batch_sampler = ShardSampler(loader.batch_sampler, *dealt, seed)
+        changes["dataset"] = ShardIterable(loader.dataset, partition)
+    elif _has_batch_sampler(loader):
+        batch_sampler = ShardSampler(loader.batch_sampler, partition, seed)
         changes = {"dataset": loader.dataset, "batch_sampler": batch_sampler}
     else:
-        sampler = ShardSampler(loader.sampler, *dealt, seed, block)
-        changes = {"dataset": loader.dataset, "sampler": sampler, **batching}
+        changes["sampler"] = ShardSampler(loader.sampler, partition, seed)
     shared = _rebuild(loader, changes)
-    whole = not training or batch_size is None
     share = Share(
-        loader, world_size, seed, whole, block if loader.batch_size else None, _total(loader)
+        loader,
+        seed,
+        whole_batches=not training or batch_size is None,
+        block=block if loader.batch_size else None,
+        total=_total(loader),
     )
     setattr(shared, _MARK, share)
     return shared
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tells whatever in a loader wants to know which epoch begins.
-
-    Args:
-        loader: Any generator of batches.
-        epoch: The number of the epoch.
-    """
+    """Calls ``set_epoch`` of every part of a loader that has it."""
     batches = getattr(loader, "batch_sampler", None)
     parts: list[Any] = [batches, getattr(batches, "sampler", None)]
     parts += [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
@@ -164,14 +131,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def steps_of_share(steps: int | None, whole: int, share: int, *, training: bool) -> int | None:
-    """The number of steps a rank takes.
+    """The number of steps of a rank, given the Trial's steps and the lengths of loader and share.
 
-    Args:
-        steps: The steps of the Trial.
-        whole: The length of the loader before it was shared.
-        share: The length of this rank's share.
-        training: True to keep steps that the user chose whatever the share: it starts over. In
-            evaluation a rank takes no more than its share, so that nothing counts twice.
+    Steps that the user chose are kept. Only in evaluation a rank stops at the end of its share, so
+    that no sample is used twice.
     """
     if steps is None or steps == whole:
         return share
@@ -180,58 +143,57 @@ def steps_of_share(steps: int | None, whole: int, share: int, *, training: bool)
     return min(steps, share)
 
 
+def _has_batch_sampler(loader: Any) -> bool:
+    """True if the user chose a batch sampler; a loader with a batch size makes its own."""
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"A {type(loader).__name__} cannot be shared out: only a torch DataLoader can. Give a "
+            f"A {type(loader).__name__} cannot be sharded: only a torch DataLoader can. Give a "
             "DataLoader, or give each rank its own data and switch sharding off for it with "
             "ShardData(train=False), ShardData(validation=False) or ShardData(test=False)."
         )
     if isinstance(loader.dataset, IterDataPipe):
         raise ValueError(
-            "An IterDataPipe cannot be shared out: its sharding_filter shares it already. Switch "
+            "An IterDataPipe cannot be sharded: it has a sharding_filter of its own. Switch "
             "sharding off with ShardData(train=False) or set shards_itself = True on it."
         )
     if isinstance(loader.dataset, IterableDataset):
         return
-    name = "sampler" if loader.batch_size or not loader.batch_sampler else "batch_sampler"
+    name = "batch_sampler" if _has_batch_sampler(loader) else "sampler"
     if not hasattr(getattr(loader, name), "__len__"):
         raise ValueError(
             f"The loader's {name} ({type(getattr(loader, name)).__name__}) has no length, so it "
-            "cannot be shared out evenly. Give it a __len__, or share the data yourself and "
+            "cannot be sharded evenly. Give it a __len__, or shard the data yourself and "
             "switch sharding off with ShardData(train=False)."
         )
 
 
-def _divided(loader: Any, world_size: int) -> int:
-    size = loader.batch_size
-    if size is None or size % world_size:
-        found = "no batch size of its own" if size is None else f"batch size {size}"
+def _divided(batch_size: int | None, world_size: int) -> int:
+    if batch_size is None or batch_size % world_size:
+        found = "no batch size of its own" if batch_size is None else f"batch size {batch_size}"
         raise ValueError(
             f"global_batch=True divides the batch size between {world_size} ranks, but a loader "
             f"has {found}. Choose a multiple of {world_size}, or leave global_batch out: then "
             "the batch size is each rank's."
         )
-    return int(size) // world_size
+    return batch_size // world_size
 
 
 def _total(loader: Any) -> int | None:
     if isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-    if loader.batch_size is None and loader.batch_sampler is not None:
-        return len(loader.batch_sampler)
-    return len(loader.sampler)
+    return len(loader.batch_sampler if _has_batch_sampler(loader) else loader.sampler)
 
 
 def _rebuild(loader: Any, changes: dict[str, Any]) -> DataLoader[Any]:
-    """The same loader with other data; a subclass is made with what its constructor asks for."""
+    """The same kind of loader with changed arguments; a subclass gets those of its constructor."""
     kind = type(loader)
-    arguments = {name: getattr(loader, name) for name in _KEPT}
-    if kind is not DataLoader:
-        known = inspect.signature(DataLoader.__init__).parameters
-        extra = [name for name in inspect.signature(kind.__init__).parameters if name not in known]
-        arguments.update({name: getattr(loader, name) for name in extra if hasattr(loader, name)})
-    arguments.update(changes)
+    names = {n for each in (DataLoader, kind) for n in inspect.signature(each.__init__).parameters}
+    kept = {n: getattr(loader, n) for n in names - _REPLACED if hasattr(loader, n)}
+    arguments = {**kept, **changes}
     try:
         shared: DataLoader[Any] = kind(**arguments)
     except TypeError as error:
@@ -241,14 +203,15 @@ def _rebuild(loader: Any, changes: dict[str, Any]) -> DataLoader[Any]:
         if found is not value and found != value:
             raise ValueError(_not_rebuilt(kind, f"it changes {name}"))
     for name, value in vars(loader).items():
-        if name != "tb_iter" and name not in vars(shared):  # an iterator belongs to its loader
+        if name != "tb_iter" and name not in vars(shared):  # torchbearer's iterator of this loader
             setattr(shared, name, value)
     return shared
 
 
 def _not_rebuilt(kind: type, why: str) -> str:
     return (
-        f"A {kind.__name__} cannot be shared out, because it cannot be made again from the "
-        f"arguments of a DataLoader ({why}). Accept and keep those, or share the data yourself "
-        "(with a DistributedSampler, say) and switch sharding off with ShardData(train=False)."
+        f"A {kind.__name__} cannot be sharded, because it cannot be created again from the "
+        f"arguments of a DataLoader ({why}). Accept these arguments unchanged, or shard the data "
+        "yourself (for example with a DistributedSampler) and switch sharding off with "
+        "ShardData(train=False)."
     )

@@ -1,4 +1,4 @@
-"""Random number generators: seed them alike, let the ranks' streams part, save and restore them."""
+"""Random number generators: seed, save and restore them, and give each rank its own stream."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def seed_all(seed: int) -> None:
 
 
 def diverge_streams(rank: int) -> None:
-    """Gives each rank but the first a stream of its own, derived from the seed in force.
+    """Gives each rank except rank zero its own random stream, derived from the current seed.
 
-    Up to here every rank draws alike, so that a random split of the data, say, is the same split
-    everywhere. Rank zero keeps its stream: it draws what a single process would.
+    Before this call all ranks draw the same numbers, so that for example a random split of the data
+    is the same on every rank. Rank zero keeps its stream: it draws as a single process would.
     """
     if rank:
         seed_all(mix(torch.initial_seed(), rank))
@@ -42,7 +42,7 @@ def rng_state() -> dict[str, Any]:
     legacy: Any = numpy.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        "python": [version, torch.tensor(words), gauss],
         "numpy": [str(kind), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
@@ -52,9 +52,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what :func:`rng_state` gave."""
+    """Restores the state that :func:`rng_state` returned."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
@@ -64,7 +64,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Whatever is drawn inside leaves the training's generators as they were."""
+    """Restores the state of every generator at the end of the block."""
     state = rng_state()
     try:
         yield

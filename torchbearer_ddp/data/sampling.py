@@ -1,4 +1,4 @@
-"""Who takes which sample: the order of an epoch, dealt to the ranks like cards.
+"""Which rank loads which sample: the order of an epoch, divided between the ranks.
 
 Everything here is a function of rank and world size, so it can be tested without processes.
 """
@@ -9,6 +9,7 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,117 +21,96 @@ _T = TypeVar("_T")
 
 
 class Remainder(enum.Enum):
-    """What becomes of the last items where they do not go round."""
+    """What happens to the last items if they cannot be divided evenly."""
 
-    #: Every rank gets as many: the first items are dealt again.
+    #: Ranks that would have too few get items from the beginning again.
     PAD = "pad"
-    #: Every rank gets as many: the last items are left out.
+    #: The last items are left out.
     DROP = "drop"
-    #: Each item is dealt once: some ranks get fewer, or none.
+    #: Every item is used once; some ranks have fewer items, or none.
     KEEP = "keep"
 
 
-def deal(
-    items: Iterable[_T], rank: int, world_size: int, remainder: Remainder, block: int = 1
-) -> Iterator[_T]:
-    """Deals items to the ranks in turn, and gives those of one rank.
+@dataclass(frozen=True)
+class Partition:
+    """Divides items between ranks, block by block: rank zero has the first block, and so on.
 
-    Args:
-        items: What to deal; it is read as it goes, so it may be endless.
-        rank: Whose items to give.
-        world_size: The number of ranks.
-        remainder: What to do where the last round is not complete.
-        block: How many items in a row a rank gets in each round.
+    Attributes:
+        remainder: What to do if the last round of blocks is incomplete.
+        block: The number of consecutive items in a block.
     """
-    source, head = iter(items), None
-    mine = slice(rank * block, (rank + 1) * block)
-    while group := list(itertools.islice(source, world_size * block)):
-        head = head or group
-        if len(group) < world_size * block:
-            if remainder is Remainder.DROP:
-                return
-            if remainder is Remainder.PAD:
-                group = list(
-                    itertools.islice(itertools.chain(group, itertools.cycle(head)), mine.stop)
-                )
-        yield from group[mine]
 
+    rank: int
+    world_size: int
+    remainder: Remainder
+    block: int = 1
 
-def share_length(
-    total: int, rank: int, world_size: int, remainder: Remainder, block: int = 1
-) -> int:
-    """How many of ``total`` items :func:`deal` gives to a rank."""
-    rounds, rest = divmod(total, world_size * block)
-    if remainder is Remainder.KEEP:
-        return rounds * block + min(max(rest - rank * block, 0), block)
-    return (rounds + (1 if rest and remainder is Remainder.PAD else 0)) * block
+    def items(self, items: Iterable[_T]) -> Iterator[_T]:
+        """This rank's items; they are read one round at a time, so there may be no end."""
+        source, first = iter(items), None
+        mine = slice(self.rank * self.block, (self.rank + 1) * self.block)
+        size = self.world_size * self.block
+        while round_ := list(itertools.islice(source, size)):
+            first = first or round_
+            if len(round_) < size:
+                if self.remainder is Remainder.DROP:
+                    return
+                if self.remainder is Remainder.PAD:
+                    padded = itertools.chain(round_, itertools.cycle(first))
+                    round_ = list(itertools.islice(padded, size))
+            yield from round_[mine]
+
+    def length(self, total: int) -> int:
+        """How many of ``total`` items this rank has."""
+        rounds, rest = divmod(total, self.world_size * self.block)
+        if self.remainder is Remainder.KEEP:
+            mine = min(max(rest - self.rank * self.block, 0), self.block)
+        else:
+            mine = self.block if rest and self.remainder is Remainder.PAD else 0
+        return rounds * self.block + mine
 
 
 def positions(count: int, rank: int, world_size: int, block: int = 1) -> torch.Tensor:
-    """Where the first ``count`` items of a rank's share stood before they were dealt."""
+    """The positions, before a partition, of the first ``count`` items of a rank."""
     index = torch.arange(count)
     return (index // block * world_size + rank) * block + index % block
 
 
 def interleave(shares: Sequence[Sequence[_T]]) -> list[_T]:
-    """Puts the shares of all ranks together again, in the order before they were dealt one by one.
-
-    Args:
-        shares: The items of each rank, by rank.
-    """
+    """Joins the ranks' items in the order before a partition with blocks of one item."""
     longest = max(map(len, shares), default=0)
-    return [share[turn] for turn in range(longest) for share in shares if turn < len(share)]
+    return [share[index] for index in range(longest) for share in shares if index < len(share)]
 
 
 class ShardSampler(Sampler[Any]):
-    """One rank's share of what another sampler draws, indices or whole batches of them.
+    """One rank's part of what another sampler draws: indices, or whole batches of them.
 
-    Every rank draws the whole order under the same seed and takes its share, so the shares fit
-    together without a word between the ranks. The training's own generators are left as they were.
-
-    Args:
-        inner: The sampler to share; it must have a length.
-        rank: Whose share this is.
-        world_size: The number of ranks.
-        remainder: What to do where the items do not go round.
-        seed: The base seed, the same on every rank.
-        block: How many items in a row a rank gets.
+    Every rank draws the whole order from the same seed and takes its part, so the parts fit
+    together without communication. The training's own generators are not changed.
     """
 
-    def __init__(
-        self,
-        inner: Any,
-        rank: int,
-        world_size: int,
-        remainder: Remainder,
-        seed: int,
-        block: int = 1,
-    ) -> None:
+    def __init__(self, inner: Any, partition: Partition, seed: int) -> None:
         self.inner = inner
         self.seed = seed
         self.epoch = 0
         self._passes = 0
-        self._deal = (rank, world_size, remainder, block)
+        self._partition = partition
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass draw the order of this epoch.
-
-        Args:
-            epoch: The number of the epoch.
-        """
+        """Makes the next pass draw the order of this epoch."""
         self.epoch = epoch
         self._passes = 0
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from deal(self._draw(), *self._deal)
-        # Only a pass that was read to its end counts: torchbearer starts over within an epoch that
-        # has more steps than batches, while a look at the first batch must not change the order.
+        yield from self._partition.items(self._draw())
+        # Only a complete pass counts: torchbearer begins a second pass in an epoch that has more
+        # steps than batches, but reading only the first batch must not change the order.
         self._passes += 1
 
     def __len__(self) -> int:
-        return share_length(len(self.inner), *self._deal)
+        return self._partition.length(len(self.inner))
 
     def _draw(self) -> list[Any]:
         seed = randomness.mix(self.seed, self.epoch, self._passes)
@@ -143,7 +123,7 @@ class ShardSampler(Sampler[Any]):
 
 
 def generators_of(sampler: Any) -> list[torch.Generator]:
-    """The generators a sampler draws from, if it has its own; a batch sampler's sampler counts."""
+    """The generators that a sampler, and the samplers inside it, draw from."""
     found: dict[int, torch.Generator] = {}
     while sampler is not None:
         generator = getattr(sampler, "generator", None)
@@ -154,33 +134,25 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 
 class ShardIterable(IterableDataset[Any]):
-    """One rank's share of a data set that can only be iterated.
+    """One rank's part of a data set that can only be iterated.
 
     Each rank reads the whole stream and keeps its items. In the worker processes of a DataLoader
-    the data set inside decides what each worker reads, as without sharding; attributes are read
-    from and written to that data set, so a ``worker_init_fn`` works as before.
-
-    Args:
-        inner: The data set to share.
-        rank: Whose share this is.
-        world_size: The number of ranks.
-        remainder: What to do where the items do not go round.
-        block: How many items in a row a rank gets.
+    the inner data set decides what each worker reads, as without sharding. Attributes are read from
+    and written to the inner data set, so a ``worker_init_fn`` works as before.
     """
 
-    def __init__(
-        self, inner: Any, rank: int, world_size: int, remainder: Remainder, block: int = 1
-    ) -> None:
-        vars(self).update(_inner=inner, _deal=(rank, world_size, remainder, block))
+    def __init__(self, inner: Any, partition: Partition) -> None:
+        vars(self).update(_inner=inner, _partition=partition)
 
     def __iter__(self) -> Iterator[Any]:
-        return deal(self._inner, *self._deal)
+        return self._partition.items(self._inner)  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
-        return share_length(len(self._inner), *self._deal)
+        return self._partition.length(len(self._inner))  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_inner", "_deal"):  # not there yet, while unpickling
+        # While this object is unpickled, its own attributes do not exist yet.
+        if name.startswith("__") or name in ("_inner", "_partition"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 

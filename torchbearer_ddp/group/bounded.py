@@ -1,4 +1,4 @@
-"""Calls that end in bounded time: torch's own timeouts do not cover a peer that never answers."""
+"""Run calls with a deadline: torch's own timeouts do not cover a peer that never answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
-    """Runs an action that may block forever; at the deadline it is abandoned with a LaunchError."""
+    """Runs an action that may block forever; at the deadline raises LaunchError and leaves it."""
     future = in_background(action)
     done, _ = futures.wait([future], max(0.0, deadline - time.monotonic()))
     if not done:

@@ -1,4 +1,4 @@
-"""The only place that talks to other ranks: small values, broadcast, gather, agreement.
+"""Exchanges with the other ranks: small values, broadcast, gather, agreement.
 
 Every function is valid without a process group, where it does what a world of one would do, so a
 Trial with this package's callbacks runs unchanged in a plain process.
@@ -8,39 +8,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from torchbearer_ddp import errors
 from torchbearer_ddp.errors import DesyncError, DistributedError
 from torchbearer_ddp.group import membership, wire
 from torchbearer_ddp.group.waiting import Wait, wait_for
 
 _T = TypeVar("_T")
-#: One message of this size holds most plain values; what is longer needs a second one.
+#: The first message has this size, which is enough for most plain values.
 _HEAD_BYTES = 4096
 _LENGTH_BYTES = 8
 #: Large payloads are sent in pieces: gloo counts bytes in 32 bits in places.
 _PIECE_BYTES = 64 * 2**20
+_ALONE = membership.Member()
+
+
+def _member() -> membership.Member:
+    group = membership.current()
+    return group.member if group else _ALONE
 
 
 def rank() -> int:
     """This process's rank; 0 without a process group."""
-    group = membership.current()
-    return group.member.rank if group else 0
+    return _member().rank
 
 
 def world_size() -> int:
     """The number of ranks; 1 without a process group."""
-    group = membership.current()
-    return group.member.world_size if group else 1
+    return _member().world_size
 
 
 def local_rank() -> int:
     """This process's rank on its host; 0 without a process group."""
-    group = membership.current()
-    return group.member.local_rank if group else 0
+    return _member().local_rank
 
 
 def device() -> torch.device:
@@ -58,17 +63,17 @@ def is_rank_zero() -> bool:
 
 
 def barrier(name: str = "a barrier") -> None:
-    """Waits until every rank has come here.
+    """Waits until every rank has called it.
 
     Args:
-        name: What the barrier is for, as an error message would say it.
+        name: What the barrier is for; error messages contain it.
     """
     all_gather(None, name)
 
 
 @contextlib.contextmanager
 def rank_zero_first() -> Iterator[None]:
-    """Lets the first rank of each host run the block before the others (a download, say).
+    """Lets the first rank of each host run the block before the others, for example a download.
 
     Example: ::
 
@@ -91,132 +96,102 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def all_gather(value: Any, name: str) -> list[Any]:
-    """Every rank's value, by rank.
+    """Every rank's value, by rank: plain data (see :mod:`torchbearer_ddp.group.wire`).
 
-    Args:
-        value: Plain data (see :mod:`torchbearer_ddp.wire`); each rank may give another.
-        name: What is exchanged, the same on every rank.
+    ``name`` says what is exchanged; here and below it must be equal on all ranks.
     """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
+    group = _group_with_peers()
+    if group is None:
         return [value]
-    packed = wire.encode(value)
-    head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-    head[:_LENGTH_BYTES] = _length(packed)
-    room = _HEAD_BYTES - _LENGTH_BYTES
-    head[_LENGTH_BYTES : _LENGTH_BYTES + min(room, len(packed))] = packed[:room]
-    heads = _gather_bytes(group, head, name)
-    sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
-    rest = max(sizes) - room
-    if rest <= 0:
-        return [wire.decode(h[_LENGTH_BYTES:][:n]) for h, n in zip(heads, sizes, strict=True)]
-    tail = torch.zeros(rest, dtype=torch.uint8)
-    tail[: max(0, len(packed) - room)] = packed[room:]
-    tails = _gather_bytes(group, tail, f"{name} (continued)")
-    return [
-        wire.decode(torch.cat([h[_LENGTH_BYTES:], t])[:n])
-        for h, t, n in zip(heads, tails, sizes, strict=True)
-    ]
+    contents = _exchange_content(wire.encode(value), partial(_gather_bytes, group), name)
+    return [wire.decode(content) for content in contents]
 
 
-def broadcast(value: _T, name: str, source: int = 0) -> _T:
-    """The value of one rank, on every rank.
+def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
+    """Every rank's value, by rank, on the target rank only; an empty list on the others."""
+    group = _group_with_peers()
+    if group is None:
+        return [value]
+    content = wire.encode(value)
+    sizes = all_gather(len(content), f"{name} (sizes)")
+    mine, received = _with_length(content, max(sizes)), None
+    if group.member.rank == target:
+        received = [torch.empty_like(mine) for _ in sizes]
+    wait = Wait(group, name)
+    wait_for(dist.gather(mine, received, target, group=group.control, async_op=True), wait)
+    return [wire.decode(each[:size]) for each, size in zip(received or [], sizes, strict=False)]
 
-    Args:
-        value: Plain data; only the source's counts.
-        name: What is exchanged, the same on every rank.
-        source: The rank whose value is sent.
-    """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
+
+def broadcast(value: _T, name: str) -> _T:
+    """Rank zero's value, on every rank; plain data."""
+    group = _group_with_peers()
+    if group is None:
         return value
-    mine = group.member.rank == source
-    packed = wire.encode(value) if mine else torch.empty(0, dtype=torch.uint8)
-    size = int(all_gather(len(packed), name)[source])
-    buffer = packed if mine else torch.empty(size, dtype=torch.uint8)
-    _broadcast_flat(group, buffer, f"{name} (content)", source)
-    return value if mine else wire.decode(buffer)
+    mine = wire.encode(value) if is_rank_zero() else torch.empty(0, dtype=torch.uint8)
+    [content] = _exchange_content(mine, partial(_broadcast_bytes, group), name)
+    return value if is_rank_zero() else wire.decode(content)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str, source: int = 0) -> None:
-    """Overwrites these tensors with those of one rank, flattened per dtype and device.
-
-    Args:
-        tensors: The same shapes and dtypes on every rank.
-        name: What is exchanged, the same on every rank.
-        source: The rank whose tensors are sent.
-    """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
-        return
-    for key, members in _by_kind(tensors).items():
-        flat = torch.cat([t.detach().reshape(-1) for t in members])
-        _broadcast_flat(group, flat, f"{name} ({key})", source)
-        if group.member.rank != source:
-            _copy_back(flat, members)
+def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """Overwrites tensors with those of rank zero; shapes and dtypes must be equal."""
+    if group := _group_with_peers():
+        for flat, description in _flattened(tensors, name):
+            _broadcast_bytes(group, flat, description)
 
 
 def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Replaces each tensor by its sum over all ranks, flattened per dtype and device.
-
-    Args:
-        tensors: The same shapes and dtypes on every rank.
-        name: What is exchanged, the same on every rank.
-    """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
-        return
-    for key, members in _by_kind(tensors).items():
-        flat = torch.cat([t.detach().reshape(-1) for t in members])
-        channel = group.control if flat.device.type == "cpu" else group.gradients
-        wait = Wait(group, f"{name} ({key}, {flat.numel()} elements)")
-        wait_for(dist.all_reduce(flat, group=channel, async_op=True), wait)
-        _copy_back(flat, members)
+    """Replaces each tensor by its sum over all ranks; shapes and dtypes must be equal."""
+    if group := _group_with_peers():
+        for flat, description in _flattened(tensors, name):
+            wait = Wait(group, description)
+            wait_for(dist.all_reduce(flat, group=_channel(group, flat), async_op=True), wait)
 
 
 def any_rank(flag: bool, name: str) -> bool:
-    """True on every rank if any rank says so.
-
-    Args:
-        flag: This rank's say.
-        name: What is asked, the same on every rank.
-    """
+    """True on every rank if the flag is true on any."""
     return any(all_gather(bool(flag), name))
 
 
 def raise_together(error: BaseException | None, name: str) -> None:
-    """Raises on every rank if any rank has an error, so that none is left waiting alone.
+    """Raises on every rank if any rank has an error, so that no rank is left waiting.
 
-    A rank with an error of its own raises that one; the others raise one of the same kind, if it is
-    one of ours, that names the rank.
-
-    Args:
-        error: This rank's error, or None.
-        name: What was attempted, the same on every rank.
+    A rank with an error of its own raises that; the others raise one that names the failed rank.
     """
-    if world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    mine = None if error is None else [type(error).__name__, str(error)]
-    for other, found in enumerate(all_gather(mine, name)):
-        if found is None:
-            continue
-        if error is not None:
-            raise error
-        kind = {c.__name__: c for c in _all_errors()}.get(found[0], DistributedError)
-        raised = kind(f"Rank {other}: {found[1]}")
-        raised.secondary = True
-        raise raised
+    found = all_gather(describe_error(error), name)
+    if error is not None:
+        raise error
+    raise_first(found)
+
+
+def run_together(action: Callable[[], _T], name: str) -> _T:
+    """Runs an action on every rank; if it raises on any rank, all ranks raise."""
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    raise_together(error, name)
+    return result
+
+
+def describe_error(error: BaseException | None) -> list[str] | None:
+    """An error as plain data, for :func:`raise_first` on other ranks."""
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def raise_first(described: Sequence[list[str] | None]) -> None:
+    """Raises the error of the first rank that has one: of its class, if that is one of ours."""
+    for failed, found in enumerate(described):
+        if found is not None:
+            known = getattr(errors, found[0], None)
+            kind = known if isinstance(known, type) else DistributedError
+            raised: DistributedError = kind(f"Rank {failed}: {found[1]}")
+            raised.secondary = True
+            raise raised
 
 
 def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
-    """What an action gives on rank zero, the only one to do it; if it fails there, all raise.
-
-    Args:
-        action: Gives plain data.
-        name: What it gives, the same on every rank.
-    """
+    """The plain data that an action returns on rank zero, which alone runs it; errors reach all."""
     result: Any = None
     error: Exception | None = None
     if is_rank_zero():
@@ -224,52 +199,60 @@ def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
             result = action()
         except Exception as caught:
             error = caught
-    raise_together(error, f"reading {name}")
-    return broadcast(result, name)  # type: ignore[no-any-return]
+    described, result = broadcast((describe_error(error), result), name)
+    if error is not None:
+        raise error
+    raise_first([described])
+    return result  # type: ignore[no-any-return]
 
 
-def agree(values: dict[str, Any], what: str, remedy: str) -> None:
-    """Compares values between ranks; where they differ, all raise the same error.
+def agree(values: dict[str, Any], what: str, remedy: str, extra: Any = None) -> list[Any]:
+    """Raises the same DesyncError on every rank if any of these values differs between ranks.
 
-    Args:
-        values: Plain data by name.
-        what: What is compared, the same on every rank.
-        remedy: What the user can do about a difference.
-
-    Raises:
-        DesyncError: If any value differs; it names the value, the ranks and what they have.
+    Returns the ``extra`` data of every rank, by rank, which may differ.
     """
-    everyone = all_gather(values, what)
-    for key in sorted({k for each in everyone for k in each}):
+    everyone = all_gather((values, extra), what)
+    for key in sorted({key for theirs, _ in everyone for key in theirs}):
         found: dict[str, list[int]] = {}
-        for each_rank, each in enumerate(everyone):
-            found.setdefault(_short(each.get(key)), []).append(each_rank)
+        for each_rank, (theirs, _) in enumerate(everyone):
+            found.setdefault(str(theirs.get(key)), []).append(each_rank)
         if len(found) > 1:
-            listing = "; ".join(f"{value} on rank {_ranks(r)}" for value, r in found.items())
+            listing = "; ".join(
+                f"{_shortened(text)} on rank {', '.join(map(str, ranks))}"
+                for text, ranks in found.items()
+            )
             raise DesyncError(f"The ranks disagree on {key} ({what}): {listing}. {remedy}")
+    return [theirs for _, theirs in everyone]
 
 
-def _ranks(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def _shortened(text: str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _all_errors() -> Iterator[type[DistributedError]]:
-    from torchbearer_ddp import errors
-
-    for found in vars(errors).values():
-        if isinstance(found, type) and issubclass(found, DistributedError):
-            yield found
+def _group_with_peers() -> membership.Group | None:
+    """The group, or None if there is no other rank to exchange with."""
+    group = membership.current()
+    return group if group is not None and group.member.world_size > 1 else None
 
 
-def _length(packed: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(
-        bytearray(len(packed).to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8
-    )
+def _exchange_content(
+    mine: torch.Tensor, exchange: Callable[[torch.Tensor, str], list[torch.Tensor]], name: str
+) -> list[torch.Tensor]:
+    """Exchanges encoded values: their lengths with those that fit, and if one does not fit, all."""
+    length = bytearray(len(mine).to_bytes(_LENGTH_BYTES, "little"))
+    head = torch.cat([torch.frombuffer(length, dtype=torch.uint8), mine[:_HEAD_BYTES]])
+    heads = exchange(_with_length(head, _HEAD_BYTES), name)
+    sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
+    contents = [each[_LENGTH_BYTES:] for each in heads]
+    if max(sizes) > _HEAD_BYTES - _LENGTH_BYTES:
+        contents = exchange(_with_length(mine, max(sizes)), f"{name} (continued)")
+    return [content[:size] for content, size in zip(contents, sizes, strict=True)]
+
+
+def _with_length(part: torch.Tensor, length: int) -> torch.Tensor:
+    """The tensor, cut or padded with zeros to this length."""
+    missing = length - len(part)
+    return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
 def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -279,25 +262,29 @@ def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> lis
     return everyone
 
 
-def _broadcast_flat(group: membership.Group, flat: torch.Tensor, name: str, source: int) -> None:
-    channel = group.control if flat.device.type == "cpu" else group.gradients
-    wait = Wait(group, f"{name}, {flat.numel()} elements")
+def _broadcast_bytes(group: membership.Group, flat: torch.Tensor, name: str) -> list[torch.Tensor]:
+    """Overwrites a tensor with rank zero's, and returns it."""
+    wait = Wait(group, name)
     for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
-        wait_for(dist.broadcast(piece, source, group=channel, async_op=True), wait)
+        wait_for(dist.broadcast(piece, 0, group=_channel(group, flat), async_op=True), wait)
+    return [flat]
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def _channel(group: membership.Group, tensor: torch.Tensor) -> Any:
+    return group.control if tensor.device.type == "cpu" else group.gradients
+
+
+@torch.no_grad()
+def _flattened(tensors: Sequence[torch.Tensor], name: str) -> Iterator[tuple[torch.Tensor, str]]:
+    """All tensors of each dtype and device as one, which is copied back after its exchange."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
             kinds.setdefault(kind, []).append(tensor)
-    return kinds
-
-
-@torch.no_grad()
-def _copy_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    offset = 0
-    for tensor in tensors:
-        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += tensor.numel()
+    for kind, members in kinds.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        yield flat, f"{name} ({kind}, {flat.numel()} elements)"
+        parts = torch.split(flat, [tensor.numel() for tensor in members])
+        for tensor, part in zip(members, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))

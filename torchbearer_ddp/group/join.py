@@ -1,4 +1,4 @@
-"""Join and leave the group of ranks: rendezvous, device, threads, memory, timeout."""
+"""Join and leave the group of ranks: rendezvous, device, threads, memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch.distributed has these names as well, but its types do not say so.
-from torch._C._distributed_c10d import PrefixStore, Store
+# torch.distributed exports these names as well, but its type hints lack them.
+from torch._C._distributed_c10d import PrefixStore
 
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import membership, memory, rendezvous
@@ -32,13 +32,13 @@ def join(
     serve: bool = False,
     prefix: str = "run",
 ) -> int:
-    """Meets the other ranks and makes the process group; returns the seed that all ranks share.
+    """Connects to the other ranks in a process group; returns the seed that all ranks share.
 
     With several ports the store is on the first that was free on rank zero's host. ``serve`` makes
     this process hold the store; ``prefix`` separates this run from another on the same store.
 
     Raises:
-        LaunchError: If the ranks did not all arrive in time, or do not fit together.
+        LaunchError: If ranks are missing at the timeout, or were started with different settings.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -58,7 +58,14 @@ def join(
     group = Group(member, store, hosts, serves_store=serve, address=host)
 
     def connect_ranks() -> None:
-        _init_process_group(store, member, host)
+        with gloo_interface(host):
+            dist.init_process_group(
+                member.backend,
+                store=rendezvous.own_connection(PrefixStore("torch", store)),
+                rank=member.rank,
+                world_size=member.world_size,
+                timeout=datetime.timedelta(seconds=transport_timeout(member.timeout)),
+            )
         group.make_channels()
 
     in_time(
@@ -73,15 +80,15 @@ def join(
 
 
 def join_single(member: Member) -> int | None:
-    """Prepares this process for a run of one rank; returns the seed that the user gave, if any."""
+    """Prepares this process for a run of one rank; returns the user's seed, if any."""
     membership.set_current(None, _on_own_device(member))
     return member.seed
 
 
 def leave() -> None:
-    """Closes the group after success; a broken one is left as it is, closing it could hang.
+    """Closes the group after success; a broken one stays open, because closing it could hang.
 
-    The rank that holds the store stays until the others have left, or for a few seconds.
+    The rank that holds the store waits until the others have left, or for a few seconds.
     """
     group = membership.set_current(None)
     if group is not None and dist.is_initialized():
@@ -91,9 +98,9 @@ def leave() -> None:
 
 
 def abandon() -> None:
-    """Leaves the group after a failure: nothing is closed, which could hang or hide the cause.
+    """Leaves the group after a failure without closing it, which could hang or hide the cause.
 
-    The rank that holds the store stays for a moment, so that the others can read the cause there.
+    The rank that holds the store waits for a moment, so that the others can read the cause there.
     """
     group = membership.set_current(None)
     if group is not None:
@@ -106,7 +113,7 @@ def _depart(group: Group, seconds: float) -> None:
 
 
 def _with_place(member: Member, roll: list[dict[str, Any]]) -> Member:
-    """The member with what only the roll call could tell: its place on its host, and its GPU."""
+    """The member with its local rank and GPU, which are known only after the roll call."""
     if member.local_rank < 0:
         machine = roll[member.rank]["machine"]
         local = [rank for rank, entry in enumerate(roll) if entry["machine"] == machine]
@@ -117,7 +124,7 @@ def _with_place(member: Member, roll: list[dict[str, Any]]) -> Member:
 
 
 def _on_own_device(member: Member) -> Member:
-    """Selects the device before any other CUDA call: no rank leaves a context on the first GPU."""
+    """Selects the device before any other CUDA call, which would use memory of the first GPU."""
     device = torch.device(device_of(member, torch.cuda.device_count()))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -141,31 +148,25 @@ def device_of(member: Member, gpus: int) -> str:
     return f"cuda:{index}"
 
 
-def _init_process_group(store: Store, member: Member, host: str) -> None:
-    with gloo_interface(host):
-        dist.init_process_group(
-            member.backend,
-            store=rendezvous.own_connection(PrefixStore("torch", store)),
-            rank=member.rank,
-            world_size=member.world_size,
-            timeout=datetime.timedelta(seconds=transport_timeout(member.timeout)),
-        )
-
-
 def usable_cores() -> int:
-    """The cores this process may use (a container or Slurm may give fewer than the host has)."""
+    """The cores this process may use (in a container or under Slurm fewer than the host has)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
+def cores_per_rank(member: Member) -> int:
+    """An equal share of the usable cores for each rank on this host."""
+    return max(1, usable_cores() // max(1, member.local_world_size))
+
+
 def _share_cores(member: Member) -> None:
     if "OMP_NUM_THREADS" not in os.environ and member.local_world_size > 1:
-        torch.set_num_threads(max(1, usable_cores() // member.local_world_size))
+        torch.set_num_threads(cores_per_rank(member))
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on every rank for the numbers to be."""
+    """What must be equal on all ranks for equal results."""
     return {
         "torch": str(torch.__version__),
         "torchbearer_ddp": __version__,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchbearer_ddp import log
@@ -54,11 +54,11 @@ class Group:
     store: Store
     hosts: list[str]
     serves_store: bool = False
-    #: The store's address, if it is known: gloo uses the interface that leads there.
+    #: The store's address, if it is known: gloo uses the network interface that leads there.
     address: str | None = None
-    #: True once the first gradients were exchanged: from then on the plain timeout holds.
+    #: True once the first gradients were exchanged: from then on the plain timeout applies.
     past_first_step: bool = False
-    #: True once a wait has failed: messages are under way that nobody will receive.
+    #: True once a wait has failed: messages may be pending that no rank will receive.
     broken: bool = False
     #: True once each rank draws from its own random stream.
     rng_diverged: bool = False
@@ -69,19 +69,14 @@ class Group:
     def make_channels(self) -> tuple[Any, Any]:
         """The channels for small values and for gradients; collective the first time."""
         if self._channels is None:
-            timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
-            with gloo_interface(self.address):
-                self._channels = (
-                    dist.new_group(backend="gloo", timeout=timeout),
-                    dist.new_group(timeout=timeout),
-                )
+            self._channels = self.channel_between(), self.channel_between(backend=None)
         return self._channels
 
-    def channel_between(self, ranks: list[int]) -> Any:
-        """A gloo channel of some ranks; every rank of the group must ask for it, in one order."""
+    def channel_between(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
+        """Makes a channel of some ranks, or of all; collective, also for ranks not in it."""
         timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
         with gloo_interface(self.address):
-            return dist.new_group(ranks, backend="gloo", timeout=timeout)
+            return dist.new_group(ranks, backend=backend, timeout=timeout)
 
     @property
     def control(self) -> Any:
@@ -95,29 +90,31 @@ class Group:
 
 
 class _Membership:
-    """What this process belongs to: a group, or a run of one rank, which needs none."""
+    """The group of this process, or its member in a run of one rank, which needs no group."""
 
     group: Group | None = None
     single: Member | None = None
 
 
 def current() -> Group | None:
-    """The group this process has joined; one that the user made with torch counts as well."""
+    """The group this process has joined, or the user's own process group of torch."""
     if _Membership.group is None and dist.is_available() and dist.is_initialized():
         set_current(_adopt())
     return _Membership.group
 
 
 def single() -> Member | None:
-    """This process in a run of one rank, if it is in one."""
+    """The member of this process in a run of one rank, or None."""
     return _Membership.single
 
 
 def set_current(group: Group | None, single: Member | None = None) -> Group | None:
-    """Replaces what this process belongs to, and returns the group it belonged to before."""
+    """Replaces the group of this process, and returns the previous one."""
     previous = _Membership.group
     _Membership.group, _Membership.single = group, single
-    log.set_rank(group.member.rank if group else 0)
+    # After the run this process keeps its rank in the log: its last lines are about that run.
+    if member := group.member if group else single:
+        log.set_rank(member.rank)
     return previous
 
 
@@ -135,25 +132,24 @@ def _adopt() -> Group:
 
 
 def transport_timeout(timeout: float) -> float:
-    """The transport's own timeout: a last resort, since our waits end before it."""
+    """The transport's own timeout, in seconds; our waits end before it."""
     return FIRST_STEP_TIMEOUTS * timeout + 60
 
 
 @contextlib.contextmanager
 def gloo_interface(host: str | None) -> Iterator[None]:
-    """Makes gloo use the interface that leads to the store; the host's name may mean another one.
+    """Makes gloo use the interface that leads to the store, which is loopback on a single host.
 
-    So a run on one host listens on loopback only.
+    Otherwise gloo takes the interface that the host's name resolves to, which may be another one.
     """
     name = "GLOO_SOCKET_IFNAME"
     interface = None
     if host is not None and name not in os.environ:
         interface = interface_of(loopback(host) or route_to(host))
-    if interface is None:
-        yield
-        return
-    os.environ[name] = interface
+    if interface:
+        os.environ[name] = interface
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        if interface:
+            os.environ.pop(name, None)

@@ -1,6 +1,6 @@
-"""The rendezvous: a store that one process holds, in which the ranks of a run find each other.
+"""The rendezvous: a key-value store, held by one process, through which ranks find each other.
 
-Everything here is bounded by the timeout as a whole, whatever listens on the port.
+No call here takes longer than its timeout, whatever listens on the port.
 """
 
 from __future__ import annotations
@@ -8,29 +8,33 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import os
 import select
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group.bounded import in_time
+from torchbearer_ddp.group.bounded import in_background, in_time
 
-#: How long the store stays for others after success, and for them to read the cause of a failure.
+#: How long the store is kept for other ranks: after success, and after a failure, so that they can
+#: read its cause.
 LEAVE_SECONDS = 3.0
 ABANDON_SECONDS = 2.0
 #: How much longer a departure may take; the store does not answer if the network is cut.
 STORE_SECONDS = 1.0
 POLL_SECONDS = 0.02
 _RETRY_SECONDS = 0.1
-#: A program that is not a store may speak first.
-_SPEAK_SECONDS = 0.05
-#: How long one of several ports may take to answer as a store.
+#: How long a port is watched for data: a store sends nothing before it is asked.
+_GREETING_SECONDS = 0.05
+#: How long a connection to one of several ports may take.
 _PROBE_SECONDS = 1.0
-#: What rank zero writes into a store that one of several ports leads to.
+#: The key by which a rank recognises the store of its run.
 _SERVED = "served"
 
 #: Stores that this process holds on a fixed port. They stay open until it ends: another rank may
@@ -44,33 +48,40 @@ def serve(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPSt
         try:
             store = serve_store(host, port, timeout)
         except LaunchError as error:
-            cause = error.__cause__
-            in_use = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
-            if not in_use or port == ports[-1]:
+            if len(ports) == 1 or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
             continue
         run_store(store, prefix).set(_SERVED, "1")
-        break
-    return store
+        return store
+    raise LaunchError(
+        f"Ports {', '.join(map(str, ports))} on {host} are in use, so rank 0 cannot open the "
+        "rendezvous. Give every rank another --port."
+    )
 
 
 def find(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPStore:
     """Connects to the run's store, which rank zero holds on one of these ports.
 
-    With several ports (in a Slurm job, where nobody can tell the ranks which one was free) another
+    With several ports (in a Slurm job, where the ranks cannot know which one was free) another
     program or another run may hold one of them: only a store with this run's mark is taken.
     """
     if len(ports) == 1:
         return connect(host, ports[0], timeout)
     deadline = time.monotonic() + timeout
+    # One attempt at a time for each port: a program that is not a store may never answer.
+    attempts: dict[int, Future[TCPStore]] = {}
     while time.monotonic() < deadline:
         for port in ports:
-            with contextlib.suppress(LaunchError, RuntimeError):  # it may belong to another run
+            if port not in attempts:
                 if _answers(host, port, time.monotonic() + _PROBE_SECONDS):
-                    store = connect(host, port, _PROBE_SECONDS)
+                    attempts[port] = in_background(partial(connect, host, port, timeout))
+            elif attempts[port].done():
+                try:
+                    store = attempts[port].result()
                     if run_store(store, prefix).check([_SERVED]):
-                        store.set_timeout(datetime.timedelta(seconds=timeout))
                         return store
+                except RuntimeError:  # the store of another run, which has ended since
+                    del attempts[port]
         time.sleep(_RETRY_SECONDS)
     raise LaunchError(
         f"No rendezvous of this run on {host} within {timeout:g} s, on any of the ports "
@@ -89,28 +100,24 @@ def serve_store(host: str, port: int, timeout: float) -> TCPStore:
     if (host, port) in _held:
         return _held[host, port]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     host_here = host
     try:
         try:
-            listener.bind((host, port))
+            listener = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-            listener.bind(("", port))
+            listener = socket.create_server(("", port), family=family, backlog=1024)
             host_here = "::1" if family == socket.AF_INET6 else "127.0.0.1"
-        listener.listen(1024)
     except OSError as error:
-        listener.close()
         raise LaunchError(
-            f"Port {port} on {host} cannot be opened for the rendezvous ({error.strerror}). "
-            "Another program or run may hold it. Give every node another --port."
+            f"Port {port} on {host} cannot be opened for the rendezvous "
+            f"({os.strerror(error.errno or 0)}). Another program or run may hold it. Give every "
+            "node another --port."
         ) from error
-    actual = listener.getsockname()[1]
     store = TCPStore(
         host_here,
-        actual,
+        listener.getsockname()[1],
         is_master=True,
         timeout=datetime.timedelta(seconds=timeout),
         wait_for_workers=False,
@@ -122,7 +129,7 @@ def serve_store(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:
-    """Connects to a store, within the timeout whatever listens there."""
+    """Connects to a store; fails after the timeout, whatever listens on that port."""
     deadline = time.monotonic() + timeout
     late = (
         f"No rendezvous at {host}:{port} within {timeout:g} s: rank 0 has not started there, or "
@@ -147,14 +154,14 @@ def connect(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def _answers(host: str, port: int, deadline: float) -> bool:
-    """True if something listens there that could be a store: one that waits to be spoken to.
+    """True if something listens there that could be a store: it does not send before it is asked.
 
-    torch would retry as well, but with a screenful of warnings each time.
+    torch would retry as well, but prints many warnings each time.
     """
     wait = max(_RETRY_SECONDS, deadline - time.monotonic())
     try:
         with socket.create_connection((host, port), wait) as probe:
-            return not select.select([probe], [], [], _SPEAK_SECONDS)[0]
+            return not select.select([probe], [], [], _GREETING_SECONDS)[0]
     except OSError:
         return False
 
@@ -180,7 +187,7 @@ def is_gone(store: Store) -> bool:
         except ConnectionRefusedError:
             return True
         except OSError:
-            return False  # out of reach, which is not the same
+            return False  # unreachable, but it may still exist
     return False
 
 
@@ -192,13 +199,13 @@ def depart(store: Store, world_size: int, seconds: float) -> None:
             store.add("left", 1)
             await_departures(store, world_size, seconds)
 
-    # The store's holder may be gone already, or out of reach.
+    # The process that holds the store may have ended already, or be unreachable.
     with contextlib.suppress(LaunchError):
         in_time(leave, time.monotonic() + seconds + STORE_SECONDS, "the store does not answer")
 
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:
-    """Keeps the store open until every rank has left the run, but no longer than that."""
+    """Waits until every rank has left the run, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while store.add("left", 0) < world_size and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

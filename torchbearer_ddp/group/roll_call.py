@@ -1,7 +1,7 @@
-"""The roll call: every rank says who it is, and all agree that the ranks fit together.
+"""The roll call: every rank registers in the store, and waits until all have.
 
-A missing rank, two processes with one rank, or nodes that disagree on the world size are found and
-named, with the same error on every rank.
+A missing rank, two processes with one rank, and nodes with different world sizes raise an error
+that names them, the same on every rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchbearer_ddp.group.rendezvous import ABANDON_SECONDS, POLL_SECONDS, STOR
 def roll_call(
     store: Store, member: Member, deadline: float, *, serves: bool
 ) -> list[dict[str, Any]]:
-    """Waits until every rank has said who it is; returns what they said, by rank.
+    """Registers this rank and returns the registrations of all ranks, by rank.
 
     Raises:
-        LaunchError: If they do not all come, or do not fit together; the same on every rank.
+        LaunchError: If ranks are missing at the deadline, or were started with different settings.
     """
     lost = (
         f"Lost the rendezvous store while waiting for the other ranks (rank {member.rank} of "
@@ -37,7 +37,7 @@ def roll_call(
         "is cut. See its output."
     )
     try:
-        # At the deadline it names the missing ranks itself, unless the store does not answer.
+        # At the deadline _exchange names the missing ranks, unless the store does not answer.
         return in_time(lambda: _exchange(store, member, deadline), deadline + STORE_SECONDS, lost)
     except LaunchError:
         depart(store, member.world_size, ABANDON_SECONDS if serves else 0.0)
@@ -56,36 +56,34 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
     }
 
     def refuse(message: str) -> LaunchError:
-        # The first refusal counts: every rank raises the same one.
+        # Every rank raises the refusal that was recorded first.
         return LaunchError(store.compare_set("refused", "", message).decode())
 
-    known = {member.rank: mine}
     if store.add(f"claim/{member.rank}", 1) > 1:
-        other = json.loads(store.get(f"here/{member.rank}"))
+        other = json.loads(store.get(f"registered/{member.rank}"))
         raise refuse(
             f"Two processes have rank {member.rank}: process {other['pid']} on {other['host']} "
             f"and process {mine['pid']} on {mine['host']}. Start each with its own --rank."
         )
-    store.set(f"here/{member.rank}", json.dumps(mine))
-    announced = False
-    while not announced or store.add("ready", 0) < member.world_size:
+    store.set(f"registered/{member.rank}", json.dumps(mine))
+    known: dict[int, dict[str, Any]] = {}
+    # Every rank waits until all ranks know all others, so that all raise the same refusal.
+    while store.add("ready", 0) < member.world_size:
         if store.check(["refused"]):
             raise refuse("")
         for rank in range(member.world_size):
-            if rank not in known and store.check([f"here/{rank}"]):
-                known[rank] = info = json.loads(store.get(f"here/{rank}"))
+            if rank not in known and store.check([f"registered/{rank}"]):
+                known[rank] = info = json.loads(store.get(f"registered/{rank}"))
                 if info["world_size"] != member.world_size:
                     raise refuse(
                         f"The world size differs: {member.world_size} on rank {member.rank} "
                         f"({mine['host']}), {info['world_size']} on rank {rank} "
                         f"({info['host']}). Give every node the same --world-size."
                     )
-        if len(known) == member.world_size and not announced:
-            store.add("ready", 1)
-            announced = True
-            continue
-        if time.monotonic() > deadline:
-            missing = [r for r in range(member.world_size) if r not in known]
+                if len(known) == member.world_size:
+                    store.add("ready", 1)
+        if time.monotonic() > deadline and store.add("ready", 0) < member.world_size:
+            missing = [rank for rank in range(member.world_size) if rank not in known]
             raise refuse(
                 f"Only {len(known)} of {member.world_size} ranks arrived within "
                 f"{member.timeout:g} s; missing: {', '.join(map(str, missing)) or 'none'}. "
@@ -96,7 +94,7 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
 
 
 def _machine() -> str:
-    """Tells hosts with the same name apart, until they are rebooted."""
+    """Identifies this host until its next boot; two hosts may have the same name."""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}"

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: bounded, and able to say which rank is missing and why.
+"""Waiting for other ranks: never longer than the timeout, with an error that names the cause.
 
 Each exchange has a sequence number, equal on all ranks while they are in step. A rank that has
 waited longer than ``POLL_SECONDS`` publishes its number and activity to the store. Ranks with the
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any, TypeVar
 
-# torch.distributed has these names as well, but its types do not say so.
+# torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import Store
 
 from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
@@ -31,7 +31,7 @@ from torchbearer_ddp.group.rendezvous import is_gone
 
 _T = TypeVar("_T")
 
-#: How long a wait lasts before it looks at the store; short against any timeout, long for a step.
+#: How long a wait lasts before it reads the store: shorter than any timeout, longer than a step.
 POLL_SECONDS = 1.0
 #: How long the cause of a broken connection may take to appear in the store.
 _CAUSE_SECONDS = 1.5
@@ -45,8 +45,8 @@ class Wait:
     """One wait for the other ranks.
 
     Args:
-        group: The group whose ranks are waited for.
-        activity: What is exchanged, in words: equal on every rank that is in step.
+        group: The group to wait for.
+        activity: What is exchanged, for messages: equal on every rank that is in step.
     """
 
     def __init__(self, group: Group, activity: str) -> None:
@@ -58,7 +58,7 @@ class Wait:
         self._started = time.monotonic()
         self._polls = 0
         #: The last entry of each rank that is behind, and when that entry was new.
-        self._behind: dict[int, tuple[bytes, float]] = {}
+        self._behind: dict[int, tuple[dict[str, Any], float]] = {}
 
     @property
     def timeout(self) -> float:
@@ -67,7 +67,7 @@ class Wait:
         return self._group.member.timeout * factor
 
     def poll(self) -> None:
-        """Publishes this wait and reads the others'; call it every :data:`POLL_SECONDS`.
+        """Publishes this wait and reads those of other ranks; call it every :data:`POLL_SECONDS`.
 
         Raises:
             PeerLost: If another rank has failed, or is unresponsive at the timeout.
@@ -79,33 +79,32 @@ class Wait:
         except DistributedError as error:
             self._group.broken = True
             debug.report("a wait failed")
-            if not isinstance(error, LaunchError):
-                raise
-            raise self._store_lost(ended=error.__cause__ is not None) from error
+            if isinstance(error, LaunchError):
+                raise self._store_lost(ended=error.__cause__ is not None) from error
+            raise
 
     def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
-        """The error to raise when the transport fails: the other rank's own cause, if it is known.
+        """The error to raise when the transport fails: the failed rank's own, if it recorded one.
 
-        ``lost`` is the rank that is gone, where the transport knows it.
+        ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
-        silent: list[int] = []
         try:
             silent = in_time(self._await_cause, deadline, _NO_ANSWER)
+        except LaunchError:
+            # Rank 0, or the launcher on its host, held the store.
+            silent = [0] if self._group.member.rank != 0 else []
         except DistributedError as known:
-            if not isinstance(known, LaunchError):
-                return known
-            if self._group.member.rank != 0:
-                silent = [0]  # rank 0, or the launcher on its host, held the store
+            return known
         if lost is not None:
             silent = [lost]
         suspects = f"rank {self._names(silent)}" if silent else "another rank"
-        here = f"Rank {self._group.member.rank} on {socket.gethostname()}"
         return PeerLost(
             f"Lost connection to {suspects}. It was killed, its host went down, or the network "
-            f"failed. See that rank's output. ({here} lost contact during {self._activity}; the "
-            f"transport said: {str(error).splitlines()[0][:200]})",
+            f"failed. See that rank's output. (Rank {self._group.member.rank} on "
+            f"{socket.gethostname()} lost contact during {self._activity}; the transport reported: "
+            f"{str(error).splitlines()[0][:200]})",
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
         )
@@ -128,17 +127,21 @@ class Wait:
         self._raise_conclusion()
         entries = self._entries()
         if any(self._is_out_of_step(entry) for entry in entries.values()):
-            self._record_conclusion(DesyncError, _out_of_step_message(entries))
+            message = (
+                f"Ranks are out of step: {_activities(entries)}. Every rank must run the same "
+                "steps; look for a branch, a loop or a callback that only some ranks have."
+            )
+            self._record_conclusion(DesyncError, message)
         if time.monotonic() - self._started > self.timeout:
             self._record_conclusion(PeerLost, self._unresponsive_message(entries))
 
     def _await_cause(self) -> list[int]:
-        """Raises the cause as soon as it is known, else returns the silent ranks."""
+        """Raises the cause as soon as it is recorded, else returns the silent ranks."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         silent: list[int] = []
         while time.monotonic() < deadline:
-            # Sleep first: a dying process closes its connections one by one, and if it held the
-            # store, the store must not be asked any more.
+            # Sleep first: a process that ends closes its connections one by one, and if it held
+            # the store, the store must not be used any more.
             time.sleep(_CAUSE_POLL_SECONDS)
             self._publish()
             self._raise_conclusion()
@@ -153,27 +156,23 @@ class Wait:
             raise ConnectionResetError
         self._polls += 1
         entry = {"sequence": self._sequence, "activity": self._activity, "poll": self._polls}
-        self._group.store.set(f"board/{self._group.member.rank}", json.dumps(entry))
+        self._group.store.set(f"waiting/{self._group.member.rank}", json.dumps(entry))
 
     def _entries(self) -> dict[int, dict[str, Any]]:
         """The entries of ranks that wait, for this exchange, a later or an earlier one."""
-        store, entries = self._group.store, {}
+        entries = {}
         for rank in range(self._group.member.world_size):
-            if store.check([f"board/{rank}"]):
-                published = store.get(f"board/{rank}")
-                entry = json.loads(published)
-                if entry["sequence"] >= self._sequence or self._is_recent(rank, published):
-                    entries[rank] = entry
+            entry = _read(self._group.store, f"waiting/{rank}")
+            if entry and (entry["sequence"] >= self._sequence or self._is_recent(rank, entry)):
+                entries[rank] = entry
         return entries
 
-    def _is_recent(self, rank: int, published: bytes) -> bool:
-        """True if a rank has published again since this wait began, and not long ago."""
+    def _is_recent(self, rank: int, entry: dict[str, Any]) -> bool:
+        """True if a rank has published something new during this wait, and recently."""
         now = time.monotonic()
-        before, since = self._behind.get(rank, (published, -math.inf))
-        if published != before:
-            since = now
-        self._behind[rank] = published, since
-        return now - since < 3 * POLL_SECONDS
+        before, since = self._behind.get(rank, (entry, -math.inf))
+        self._behind[rank] = entry, now if entry != before else since
+        return now - self._behind[rank][1] < 3 * POLL_SECONDS
 
     def _is_out_of_step(self, entry: dict[str, Any]) -> bool:
         return bool(entry["sequence"] == self._sequence and entry["activity"] != self._activity)
@@ -195,13 +194,12 @@ class Wait:
 
     def _record_conclusion(self, kind: type[DistributedError], message: str) -> None:
         conclusion = json.dumps({"kind": kind.__name__, "message": message})
-        self._group.store.compare_set("verdict", "", conclusion)
+        self._group.store.compare_set("conclusion", "", conclusion)
         self._raise_conclusion()
 
     def _raise_conclusion(self) -> None:
         store = self._group.store
-        if store.check(["failure"]):
-            failure = json.loads(store.get("failure"))
+        if failure := _read(store, "failure"):
             # On its own host the failed rank shows its traceback itself.
             trace = failure["trace"] if failure["host"] != socket.gethostname() else ""
             raise PeerLost(
@@ -211,8 +209,7 @@ class Wait:
                 rank=failure["rank"],
                 host=failure["host"],
             )
-        if store.check(["verdict"]):
-            conclusion = json.loads(store.get("verdict"))
+        if conclusion := _read(store, "conclusion"):
             kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[conclusion["kind"]]
             raise kind(conclusion["message"])
 
@@ -220,22 +217,19 @@ class Wait:
         return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
 
 
-def _out_of_step_message(entries: dict[int, dict[str, Any]]) -> str:
-    return (
-        f"Ranks are out of step: {_activities(entries)}. Every rank must run the same steps; look "
-        "for a branch, a loop or a callback that only some ranks have."
-    )
+def _read(store: Store, key: str) -> Any:
+    return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def _activities(entries: dict[int, dict[str, Any]]) -> str:
-    """What each rank waits for."""
+    """A list of what each rank waits for."""
     return ", ".join(
         f"rank {rank} waits for {entry['activity']}" for rank, entry in sorted(entries.items())
     )
 
 
 def wait_for(work: Any, wait: Wait) -> None:
-    """Waits for a work object of torch.distributed, which ``async_op=True`` gave."""
+    """Waits for a work object, as ``async_op=True`` returns, of torch.distributed."""
     interval = datetime.timedelta(seconds=min(POLL_SECONDS, wait.timeout))
     while True:
         try:
@@ -248,7 +242,7 @@ def wait_for(work: Any, wait: Wait) -> None:
 
 
 def complete(action: Callable[[], _T], wait: Wait) -> _T:
-    """Runs a blocking action in another thread, which is abandoned if the wait fails first."""
+    """Runs a blocking action in another thread, which is left running if the wait fails first."""
     future = in_background(action)
     while not futures.wait([future], min(POLL_SECONDS, wait.timeout)).done:
         wait.poll()
@@ -266,12 +260,12 @@ def report_failure(group: Group, error: BaseException) -> None:
 
 
 def record_failure(store: Store, rank: int, what: str, trace: str = "") -> None:
-    """Records in the store why a rank of this host failed; the first record there counts."""
+    """Records in the store why a rank of this host failed; only the first record is kept."""
     report = {"rank": rank, "host": socket.gethostname(), "what": what, "trace": trace}
 
     def record() -> None:
         if not is_gone(store):
             store.compare_set("failure", "", json.dumps(report))
 
-    with contextlib.suppress(LaunchError):  # the store may have gone first, or be out of reach
+    with contextlib.suppress(LaunchError):  # the store may be closed or unreachable
         in_time(record, time.monotonic() + _STORE_SECONDS, _NO_ANSWER)

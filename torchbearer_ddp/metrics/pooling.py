@@ -1,4 +1,4 @@
-"""The arithmetic of pooling: what the ranks have summed and kept, as if one had seen it all."""
+"""The arithmetic of pooling: sums of all ranks, combined as one process would compute them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torchbearer.metrics import Var
 
 from torchbearer_ddp.data.sampling import interleave, positions
 
+#: The attributes in which metrics sum values and their squares.
+_SUMS = ("_sum", "_sum_sq")
 #: How many values are kept one by one before they are stacked.
 _STACK = 256
 
 
 class Ledger:
-    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` of one rank.
+    """What each batch adds to a :class:`Mean`, :class:`Var` or :class:`Std` on one rank.
 
     Its attributes are plain data, so a checkpoint in mid-epoch can hold them.
     """
@@ -24,23 +26,22 @@ class Ledger:
     def __init__(self) -> None:
         self._columns: dict[str, list[torch.Tensor]] = {}
         self._counts: list[float] = []
-        self._loose = 0
+        self._unstacked = 0
         self._every_batch = True
 
     def take(self, metric: Any) -> None:
-        """Takes what the metric has summed since it was :func:`emptied <empty>`."""
-        if not torch.is_tensor(metric._sum):  # this batch did not feed it
+        """Records what the metric has summed since :func:`empty` was called on it."""
+        if not torch.is_tensor(metric._sum):  # this batch had no input for it
             self._every_batch = False
             return
-        self._columns.setdefault("sums", []).append(metric._sum[None])
-        if isinstance(metric, Var):
-            self._columns.setdefault("squares", []).append(metric._sum_sq[None])
+        for name in _sums_of(metric):
+            self._columns.setdefault(name, []).append(getattr(metric, name)[None])
         self._counts.append(float(metric._count))
-        self._loose += 1
-        if self._loose == _STACK:  # so that a long epoch takes little memory
+        self._unstacked += 1
+        if self._unstacked == _STACK:  # one large tensor takes less memory than many small ones
             for column in self._columns.values():
                 column[-_STACK:] = [torch.cat(column[-_STACK:])]
-            self._loose = 0
+            self._unstacked = 0
 
     def entry(self) -> dict[str, Any] | None:
         """The ledger as plain data for other ranks, or None if nothing was added."""
@@ -48,7 +49,6 @@ class Ledger:
             return None
         columns = {name: torch.cat(column).cpu() for name, column in self._columns.items()}
         return {
-            "squares": None,
             **columns,
             "counts": torch.tensor(self._counts, dtype=torch.float64),
             "every batch": self._every_batch,
@@ -56,10 +56,12 @@ class Ledger:
 
 
 def empty(metric: Any) -> None:
-    """Makes a metric that sums begin anew."""
-    metric._sum, metric._count = 0.0, 0
-    if isinstance(metric, Var):
-        metric._sum_sq = 0.0
+    """Sets a metric's sums to zero."""
+    metric.__dict__.update(dict.fromkeys(_sums_of(metric), 0.0), _count=0)
+
+
+def _sums_of(metric: Any) -> tuple[str, ...]:
+    return _SUMS if isinstance(metric, Var) else _SUMS[:1]
 
 
 def pool(
@@ -70,32 +72,26 @@ def pool(
     of_loss: bool = False,
     summed: bool = False,
 ) -> dict[str, Any] | None:
-    """The attributes that a metric would have if one process had seen what all ranks have.
+    """The attributes that a metric would have if one process had seen the data of all ranks.
 
-    Args:
-        entries: The ledger of each rank.
-        sizes: The batch sizes of each rank, by step.
-        by_step: True where the batches of one step are parts of one batch. Else they are batches
-            of one process, and are added up in the order and precision in which it would.
-        of_loss: True if the metric is fed with the loss of each batch.
-        summed: True if the loss of a batch is the sum over its samples.
+    With ``by_step`` the ranks' batches of one step are parts of one batch. Otherwise each is a
+    batch of one process, and sums are added in the order and precision of that process. ``summed``
+    means that the loss of a batch is the sum over its samples.
     """
     filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
     if not filled:
         return None
-    columns = {"_sum": "sums", "_sum_sq": "squares"}
-    if filled[0][0]["squares"] is None:
-        del columns["_sum_sq"]
+    dtypes = {name: filled[0][0][name].dtype for name in _SUMS if name in filled[0][0]}
     if by_step and _is_per_batch(filled, of_loss):
         values = _step_values(filled, summed=summed and of_loss)
         powers = {"_sum": values, "_sum_sq": values.square()}
-        pooled = {name: _total(powers[name], filled[0][0][columns[name]].dtype) for name in columns}
+        pooled = {name: _total(powers[name], dtype) for name, dtype in dtypes.items()}
         return {**pooled, "_count": float(len(values))}
     pooled = {}
-    for name, column in columns.items():
-        batches = interleave([e[column] for e, _ in filled])
+    for name, dtype in dtypes.items():
+        batches = interleave([e[name] for e, _ in filled])
         if by_step:
-            pooled[name] = _total(torch.stack(batches), batches[0].dtype)
+            pooled[name] = _total(torch.stack(batches), dtype)
         else:
             pooled[name] = functools.reduce(torch.add, batches)
     return {**pooled, "_count": sum(float(e["counts"].sum()) for e, _ in filled)}
@@ -106,7 +102,7 @@ def _total(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_per_batch(filled: list[tuple[dict[str, Any], torch.Tensor]], of_loss: bool) -> bool:
-    """Whether a metric is fed with one value for each batch, and not for each sample."""
+    """True if a metric has one input value per batch, and not one per sample."""
     single = all(e["every batch"] and bool((e["counts"] == 1).all()) for e, _ in filled)
     return single and (of_loss or any(bool((size > 1).any()) for _, size in filled))
 
@@ -115,25 +111,20 @@ def _step_values(
     filled: list[tuple[dict[str, Any], torch.Tensor]], *, summed: bool
 ) -> torch.Tensor:
     """The value of each step's whole batch, from its parts."""
-    steps = max(len(entry["sums"]) for entry, _ in filled)
-    shape = filled[0][0]["sums"].shape[1:]
+    steps = max(len(entry["_sum"]) for entry, _ in filled)
+    shape = filled[0][0]["_sum"].shape[1:]
     total = torch.zeros(steps, *shape, dtype=torch.float64)
     weight = torch.zeros(steps, *(1 for _ in shape), dtype=torch.float64)
     for entry, sizes in filled:
         part = torch.ones_like(sizes) if summed else sizes
         part = part.double().view(-1, *(1 for _ in shape))
-        total[: len(part)] += entry["sums"] * part
+        total[: len(part)] += entry["_sum"] * part
         weight[: len(part)] += part
     return total if summed else total / weight
 
 
 def in_order(parts: Sequence[torch.Tensor | None], block: int) -> torch.Tensor | None:
-    """Rows of all ranks in the order before they were dealt.
-
-    Args:
-        parts: The rows of each rank; None for a rank without any.
-        block: How many rows in a row each rank got in turn.
-    """
+    """The rows of all ranks (None for a rank without any) in their order before sharding."""
     present = [(rank, part) for rank, part in enumerate(parts) if part is not None]
     if not present:
         return None
@@ -142,10 +133,9 @@ def in_order(parts: Sequence[torch.Tensor | None], block: int) -> torch.Tensor |
 
 
 def average(values: Sequence[Any]) -> Any:
-    """The average of the values that are there: numbers, tensors, and lists or dicts of them.
+    """The average of the ranks' values: numbers, tensors, and lists or dicts of them.
 
-    Args:
-        values: A value of each rank; None for a rank without one.
+    A rank without a value has None.
     """
     found = [value for value in values if value is not None]
     if not found:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchbearer_ddp.data.batch import map_tensors
 from torchbearer_ddp.data.loaders import Share
 from torchbearer_ddp.data.sampling import interleave
 from torchbearer_ddp.group import collectives, wire
@@ -13,57 +14,31 @@ from torchbearer_ddp.metrics.pooling import in_order
 
 
 def gather(batches: list[Any], share: Share, device: Any) -> Any:
-    """What one process would have predicted; collective.
+    """The predictions that one process would make, on this device; collective.
 
-    Args:
-        batches: This rank's predictions, batch by batch; none if it had no data.
-        share: How the data was shared out.
-        device: Where the predictions are to be.
-
-    Returns:
-        A tensor, or where the batches cannot be joined to one (a model with several outputs, say)
-        the list of them.
+    The result is one tensor, or the list of batches if these cannot be concatenated (for example if
+    the model has several outputs).
     """
-    packed, error = torch.empty(0, dtype=torch.uint8), None
-    try:
-        packed = wire.encode(batches)
-    except TypeError as caught:
-        error = caught
-    collectives.raise_together(error, "preparing the predictions")
+    packed = collectives.run_together(lambda: wire.encode(batches), "preparing the predictions")
     everyone = [wire.decode(each) for each in collectives.all_gather(packed, "the predictions")]
-    return _moved(assemble(everyone, share), device)
+    # As torchbearer moves batches, but without a change of dtype.
+    return map_tensors(lambda tensor: tensor.to(device), assemble(everyone, share))
 
 
 def assemble(everyone: list[list[Any]], share: Share) -> Any:
-    """Puts the predictions of all ranks in order.
-
-    Args:
-        everyone: The batches of each rank.
-        share: How the data was shared out.
-    """
+    """Puts the batches of all ranks in order, and concatenates them if possible."""
     if not share.whole_batches:
-        joined = [_joined(batches) if batches else None for batches in everyone]
+        joined = [_concatenated(batches) if batches else None for batches in everyone]
         if all(rows is None or torch.is_tensor(rows) for rows in joined):
             rows = in_order(joined, share.block or 1)
             return [] if rows is None else rows[: share.total]
-    return _joined(interleave(everyone)[: share.total])
+    return _concatenated(interleave(everyone)[: share.total])
 
 
-def _joined(batches: list[Any]) -> Any:
+def _concatenated(batches: list[Any]) -> Any:
     if batches and all(torch.is_tensor(batch) for batch in batches):
         try:
             return torch.cat(batches)
         except RuntimeError:  # their shapes differ
             return batches
     return batches
-
-
-def _moved(value: Any, device: Any) -> Any:
-    """As torchbearer moves batches, but without a change of dtype."""
-    if torch.is_tensor(value):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value

@@ -1,0 +1,61 @@
+"""Which group a process belongs to: ours, one that the user made with torch, or none."""
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ranks
+from torchbearer_ddp import log
+from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group.join import join_single, leave
+from torchbearer_ddp.group.membership import Member
+
+
+class Records(logging.Handler):
+    """Collects the ranks and messages of log records."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append((record.rank, record.getMessage()))
+
+
+def what_is_logged():
+    records = Records()
+    log.logger.addHandler(records)
+    log.announce("once")
+    log.logger.warning("by every rank")
+    log.logger.removeHandler(records)
+    return records.found
+
+
+@ranks(2)
+def test_only_rank_zero_announces_and_records_have_the_rank():
+    mine = (collectives.rank(), "by every rank")
+    assert what_is_logged() == ([(0, "once")] if collectives.is_rank_zero() else []) + [mine]
+
+
+@ranks(2)
+def test_a_group_that_the_user_made_is_adopted(tmp_path):
+    rank = collectives.rank()
+    leave()
+    assert (collectives.rank(), collectives.world_size()) == (0, 1)
+    file = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2)
+    assert collectives.all_gather(rank, "ranks") == [0, 1]
+    assert (collectives.rank(), collectives.world_size(), collectives.local_rank()) == (
+        rank,
+        2,
+        rank,
+    )
+    assert what_is_logged()[-1] == (rank, "by every rank")
+
+
+def test_a_run_of_one_rank_has_a_device_and_no_group():
+    assert join_single(Member(device="cpu", seed=7)) == 7
+    assert collectives.device() == torch.device("cpu")
+    assert (collectives.rank(), collectives.world_size()) == (0, 1)
+    leave()
