@@ -21,7 +21,7 @@ from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import collectives, stop_request
 
 #: By transport the number of ranks it takes, and the hosts that one machine plays for them.
 TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
@@ -405,6 +405,72 @@ def test_a_stop_at_the_last_step_or_at_the_end_of_an_epoch():
     taken, trial = steps_taken([at_epoch, *sync()], steps=4, epochs=5)
     assert set(collectives.all_gather(taken, "steps")) == {8}
     assert len(trial.state[torchbearer.HISTORY]) == 2
+
+
+class Wisher(Callback):
+    """Wishes at some batches, on some ranks, and notes at each batch what was granted."""
+
+    def __init__(self, gradients, at, on=(1,)):
+        self.gradients, self.at, self.on = gradients, at, on
+        self.batch = 0
+        self.granted, self.signals = [], []
+        self.wish = gradients.register_wish(
+            lambda: self.batch in self.at and collectives.rank() in self.on
+        )
+
+    def on_sample(self, state):
+        self.batch = state[torchbearer.BATCH]
+        assert not self.gradients.granted(self.wish)
+
+    def on_end_training(self, state):
+        self.signals.append(self.gradients.stop_signal)
+
+    def on_step_training(self, state):
+        # Registered after SyncGradients, and called before it: the exchange is over all the same.
+        self.granted.append(self.gradients.granted(self.wish))
+        self.signals.append(self.gradients.stop_signal)
+
+
+@on_every_transport
+def test_a_wish_of_any_rank_is_granted_on_all_at_the_same_step():
+    model, gradients = sync()
+    first, second = Wisher(gradients, at=(1, 4)), Wisher(gradients, at=(1, 2), on=(0, 1))
+    train(nn.Linear(6, 2), [first, model, gradients, second], steps=5, epochs=2)
+    assert first.granted == [False, True, False, False, True] * 2
+    assert second.granted == [False, True, True, False, False] * 2
+    assert first.signals == [0] * 12
+
+
+@ranks(2)
+def test_no_wish_is_granted_while_gradients_are_held():
+    model, gradients = sync(accumulate=3)
+    wisher = Wisher(gradients, at=(0, 1, 2, 3, 4, 6))
+    train(nn.Linear(6, 2), [model, gradients, wisher], steps=7)
+    assert wisher.granted == [False, False, True, False, False, False, True]
+
+
+@ranks(2)
+def test_all_ranks_know_the_signal_that_stops_them():
+    model, gradients = sync()
+
+    @on_step_training
+    def receive(state):
+        if collectives.rank() == 1 and state[torchbearer.BATCH] == 1:
+            stop_request.request(15)
+
+    wisher = Wisher(gradients, at=())
+    train(nn.Linear(6, 2), [receive, model, gradients, wisher], steps=5)
+    assert wisher.signals == [0, 0, 15, 15]
+
+
+def test_wishes_in_a_single_process():
+    gradients = SyncGradients()
+    wisher = Wisher(gradients, at=(1,), on=(0,))
+    train(nn.Linear(6, 2), [wisher, gradients], steps=3)
+    assert wisher.granted == [False, True, False]
+    with pytest.raises(ValueError, match="register_wish was called 20 times before"):
+        for _ in range(20):
+            gradients.register_wish(bool)
 
 
 @ranks(2)

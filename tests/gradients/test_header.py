@@ -22,8 +22,8 @@ def exchanged(notes, used, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_rank_reads_what_every_rank_wrote(dtype):
     notes = [
-        RankReport(5, 32, stop=False, signal=0, seconds=0.5, loss=1.0),
-        RankReport(5, 8, stop=True, signal=15, seconds=1.5, loss=3.0, again=True),
+        RankReport(5, 32, stop=False, signal=0, seconds=0.5, loss=1.0, wishes=2**19 + 1),
+        RankReport(5, 8, stop=True, signal=15, seconds=1.5, loss=3.0, again=True, wishes=4),
     ]
     for answer in exchanged(notes, [[True, True, False], [True, False, False]], dtype):
         assert answer.steps == [5, 5]
@@ -33,6 +33,7 @@ def test_every_rank_reads_what_every_rank_wrote(dtype):
         assert answer.slowest == 1.5
         assert answer.loss == 2.0
         assert answer.again
+        assert answer.wishes == 2**19 + 5
         assert answer.used.tolist() == [True, True, False]
         assert in_step(answer, 5)
 

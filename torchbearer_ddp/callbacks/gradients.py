@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients.accumulation import Accumulation
-from torchbearer_ddp.gradients.header import RankReport, StepSummary
+from torchbearer_ddp.gradients.header import MAX_WISHES, RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import GradientOrder
 from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
 from torchbearer_ddp.gradients.transports.sums import HALVES
@@ -60,6 +60,7 @@ class SyncGradients(OrderedCallback):
     # may ask to stop: only then is their wish known.
     order: ClassVar[Mapping[str, int]] = {
         "on_start": FIRST,
+        "on_sample": FIRST,
         "on_criterion": LAST,
         "on_backward": FIRST,
         "on_step_training": LAST,
@@ -95,6 +96,43 @@ class SyncGradients(OrderedCallback):
         self._ran_backward = False
         self._announced = False
         self._answer: StepSummary | None = None
+        self._polls: list[Callable[[], bool]] = []
+        self._granted = 0
+        self._stop_signal = 0
+
+    def register_wish(self, poll: Callable[[], bool]) -> int:
+        """Lets every exchange of gradients carry one more yes or no from each rank to all.
+
+        Every rank must register the same wishes in the same order, at any time before the exchange
+        that is to carry them.
+
+        Args:
+            poll: Called on this rank right before each exchange: True if it wishes so now.
+
+        Returns:
+            The number of the wish, to ask :meth:`granted` with.
+        """
+        if len(self._polls) == MAX_WISHES:
+            raise ValueError(
+                f"register_wish was called {MAX_WISHES} times before: there is no room."
+            )
+        self._polls.append(poll)
+        return len(self._polls) - 1
+
+    def granted(self, wish: int) -> bool:
+        """True on all ranks alike if any rank had this wish at the last exchange of this step.
+
+        A batch whose gradients are held has no exchange, and nothing is granted.
+
+        Args:
+            wish: What :meth:`register_wish` returned.
+        """
+        return bool(self._granted >> wish & 1)
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal for which all ranks stop, as last agreed at this step or after it; or 0."""
+        return self._stop_signal
 
     @property
     def holds_gradients(self) -> bool:
@@ -117,6 +155,7 @@ class SyncGradients(OrderedCallback):
         """Each epoch anew: layers may have been added, moved or replaced in between."""
         self._asked = self._ran_backward = False
         self._answer = None
+        self._granted = self._stop_signal = 0
         if collectives.world_size() > 1:
             trained = replicas.trained_tensors(
                 state[torchbearer.MODEL], state[torchbearer.OPTIMIZER]
@@ -127,6 +166,10 @@ class SyncGradients(OrderedCallback):
                 if self._noted is not None:  # of a run that failed within its first backward
                     self._noted.close()
                 self._noted, self._order = None, []
+
+    def on_sample(self, state: Any) -> None:
+        """A step begins, and nothing is agreed in it yet."""
+        self._granted = self._stop_signal = 0
 
     def on_criterion(self, state: Any) -> None:
         """Right before backward: from here on a full bucket may travel while backward runs."""
@@ -143,18 +186,23 @@ class SyncGradients(OrderedCallback):
             self._order, self._noted = self._noted.close(), None
         if self._accumulation.hold(state):
             return
+        wishes = sum(1 << number for number, poll in enumerate(self._polls) if poll())
+        signum = stop_request.requested() or 0
         group = membership.current()
         if group is None or group.member.world_size == 1:
+            self._granted, self._stop_signal = wishes, signum
             return
         frozen = [not parameter.requires_grad for _, parameter in self._trained]
         if self._reducer is None or frozen != self._frozen:
             self._frozen = frozen
             self._reducer = self._new_reducer(group, state)
-        signum = stop_request.requested() or 0
-        note = RankReport(0, batch_size(state), stop=self._asked or signum > 0, signal=signum)
+        note = RankReport(
+            0, batch_size(state), stop=self._asked or signum > 0, signal=signum, wishes=wishes
+        )
         if _closure_decides(state):
             note.loss = float(state[torchbearer.LOSS].detach())
         self._answer = self._reducer.reduce(note)
+        self._granted, self._stop_signal = self._answer.wishes, self._answer.signal
         if _closure_decides(state):
             # Every rank must come to the same decision on how often to call the closure.
             with torch.no_grad():
@@ -201,8 +249,9 @@ class SyncGradients(OrderedCallback):
         everyone = collectives.all_gather((asked, signum), name)
         self._asked = any(each for each, _ in everyone)
         state[torchbearer.STOP_TRAINING] = self._asked
-        if last := max(number for _, number in everyone):
-            stop_request.request(last)
+        self._stop_signal = max(number for _, number in everyone)
+        if self._stop_signal:
+            stop_request.request(self._stop_signal)
 
     def _new_reducer(self, group: membership.Group, state: Any) -> Reducer:
         self._close()

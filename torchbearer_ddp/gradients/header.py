@@ -7,6 +7,8 @@ The marks, one per parameter, are summed for real: a parameter with a zero was u
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import numpy
@@ -15,7 +17,9 @@ import torch
 
 #: A step number must be exact in single precision.
 _STEP_MODULUS = 2**22
-_FIELDS = 7
+_FIELDS = 8
+#: So many wishes fit one number that is exact in single precision.
+MAX_WISHES = 20
 
 
 @dataclass
@@ -30,6 +34,7 @@ class RankReport:
         seconds: How long this rank took since the last exchange.
         loss: The loss behind this gradient.
         again: True if gradients have changed since they were sent.
+        wishes: One bit for each registered wish that this rank expresses.
     """
 
     step: int
@@ -39,6 +44,7 @@ class RankReport:
     seconds: float = 0.0
     loss: float = 0.0
     again: bool = False
+    wishes: int = 0
 
 
 @dataclass
@@ -53,6 +59,7 @@ class StepSummary:
         slowest: The longest any rank took since the last exchange, in seconds.
         loss: The mean loss over all ranks.
         again: True if any rank's gradients have changed since they were sent.
+        wishes: The bits that any rank has set.
         used: One entry per parameter: whether any rank has a gradient for it.
     """
 
@@ -63,6 +70,7 @@ class StepSummary:
     slowest: float
     loss: float
     again: bool
+    wishes: int
     used: numpy.typing.NDArray[numpy.bool_]
 
 
@@ -106,6 +114,7 @@ class Header:
             note.seconds,
             note.loss,
             note.again,
+            note.wishes,
         )
         values[self._rows :] = 1 if used is None else used
         if not self._on_host:
@@ -116,7 +125,8 @@ class Header:
         values = self._values if self._on_host else self._place.cpu().numpy()
         rows = values[: self._rows].reshape(-1, _FIELDS)
         # One call for what is a handful of numbers: python's own arithmetic is faster on those.
-        steps, samples, stops, signals, seconds, losses, again = zip(*rows.tolist(), strict=True)
+        columns = zip(*rows.tolist(), strict=True)
+        steps, samples, stops, signals, seconds, losses, again, wishes = columns
         return StepSummary(
             steps=[int(step) for step in steps],
             samples=sum(samples),
@@ -125,6 +135,7 @@ class Header:
             slowest=max(seconds),
             loss=sum(losses) / len(losses),
             again=any(again),
+            wishes=functools.reduce(operator.or_, map(int, wishes)),
             used=values[self._rows :] > 0,
         )
 
