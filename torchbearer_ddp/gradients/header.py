@@ -1,8 +1,8 @@
 """The few numbers that travel with every gradient: one header instead of several messages.
 
 The header sits at the end of a bucket and is summed with it. Each rank writes its own row and
-leaves the others zero, so the sum is the table of all rows: every rank sees what every rank said.
-The marks, one per parameter, are summed for real: a parameter with a zero was used by nobody.
+leaves the others zero, so the sum is the table of all rows: every rank reads every rank's report.
+The marks, one per parameter, are really summed: a parameter with a zero was used by no rank.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 
 #: A step number must be exact in single precision.
 _STEP_MODULUS = 2**22
-_FIELDS = 8
 #: So many wishes fit one number that is exact in single precision.
 MAX_WISHES = 20
+_FIELDS = 8
 
 
 @dataclass
 class RankReport:
-    """What one rank says with its gradient.
+    """What one rank reports with its gradient.
 
-    Args:
+    Attributes:
         step: The number of exchanges so far: the same on ranks that are in step.
         batch_size: The number of samples behind this gradient.
         stop: True to ask that all ranks leave the loop at this step.
@@ -37,7 +37,7 @@ class RankReport:
         wishes: One bit for each registered wish that this rank expresses.
     """
 
-    step: int
+    step: int = 0
     batch_size: int = 1
     stop: bool = False
     signal: int = 0
@@ -49,9 +49,9 @@ class RankReport:
 
 @dataclass
 class StepSummary:
-    """What all ranks said, the same on every rank.
+    """What all ranks reported, the same on every rank.
 
-    Args:
+    Attributes:
         steps: Each rank's step.
         samples: The number of samples over all ranks.
         stop: True if any rank asked to stop.
@@ -73,15 +73,13 @@ class StepSummary:
     wishes: int
     used: numpy.typing.NDArray[numpy.bool_]
 
+    def in_step(self, step: int) -> bool:
+        """True if every rank is at this step."""
+        return all(each == step % _STEP_MODULUS for each in self.steps)
+
 
 class Header:
-    """Reads and writes the header in its place at the end of a bucket.
-
-    Args:
-        place: The elements of the bucket that the header has.
-        rank: This rank.
-        world_size: The number of ranks.
-    """
+    """Reads and writes the header in its place at the end of a bucket."""
 
     @staticmethod
     def size(world_size: int, parameters: int) -> int:
@@ -93,35 +91,29 @@ class Header:
         self._on_host = place.device.type == "cpu"
         # On the CPU numpy shares the bucket's memory: a tenth of the time of tensor indexing.
         self._values = place.numpy() if self._on_host else numpy.zeros(len(place), numpy.float32)
-        self._rank = rank
         self._rows = world_size * _FIELDS
         self._mine = slice(rank * _FIELDS, (rank + 1) * _FIELDS)
 
-    def write(self, note: RankReport, used: list[bool] | None) -> None:
-        """Writes this rank's part, before the bucket is sent.
-
-        Args:
-            note: What this rank says.
-            used: Which parameters have a gradient here, or None where all have.
-        """
+    def write(self, report: RankReport, used: list[bool] | None) -> None:
+        """Writes this rank's part before the bucket is sent; ``used`` is None where all are."""
         values = self._values
         values[: self._rows] = 0
         values[self._mine] = (
-            note.step % _STEP_MODULUS,
-            note.batch_size,
-            note.stop,
-            note.signal,
-            note.seconds,
-            note.loss,
-            note.again,
-            note.wishes,
+            report.step % _STEP_MODULUS,
+            report.batch_size,
+            report.stop,
+            report.signal,
+            report.seconds,
+            report.loss,
+            report.again,
+            report.wishes,
         )
         values[self._rows :] = 1 if used is None else used
         if not self._on_host:
             self._place.copy_(torch.from_numpy(values))
 
     def read(self) -> StepSummary:
-        """Reads everybody's parts, after the bucket was summed."""
+        """Reads all parts, after the bucket was summed."""
         values = self._values if self._on_host else self._place.cpu().numpy()
         rows = values[: self._rows].reshape(-1, _FIELDS)
         # One call for what is a handful of numbers: python's own arithmetic is faster on those.
@@ -138,8 +130,3 @@ class Header:
             wishes=functools.reduce(operator.or_, map(int, wishes)),
             used=values[self._rows :] > 0,
         )
-
-
-def in_step(answer: StepSummary, step: int) -> bool:
-    """True if every rank is at this step."""
-    return all(each == step % _STEP_MODULUS for each in answer.steps)

@@ -228,33 +228,38 @@ def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
     return broadcast(result, name)  # type: ignore[no-any-return]
 
 
-def agree(values: dict[str, Any], what: str, remedy: str) -> None:
+def agree(values: dict[str, Any], what: str, remedy: str, extra: Any = None) -> list[Any]:
     """Compares values between ranks; where they differ, all raise the same error.
 
     Args:
         values: Plain data by name.
         what: What is compared, the same on every rank.
         remedy: What the user can do about a difference.
+        extra: Plain data that travels along and may differ.
+
+    Returns:
+        The ``extra`` of every rank, by rank.
 
     Raises:
         DesyncError: If any value differs; it names the value, the ranks and what they have.
     """
-    everyone = all_gather(values, what)
-    for key in sorted({k for each in everyone for k in each}):
+    everyone = all_gather((values, extra), what)
+    for key in sorted({k for each, _ in everyone for k in each}):
         found: dict[str, list[int]] = {}
-        for each_rank, each in enumerate(everyone):
-            found.setdefault(_short(each.get(key)), []).append(each_rank)
+        for each_rank, (each, _) in enumerate(everyone):
+            value = each.get(key)
+            found.setdefault(value if isinstance(value, str) else repr(value), []).append(each_rank)
         if len(found) > 1:
-            listing = "; ".join(f"{value} on rank {_ranks(r)}" for value, r in found.items())
+            listing = "; ".join(f"{_short(v)} on rank {_ranks(r)}" for v, r in found.items())
             raise DesyncError(f"The ranks disagree on {key} ({what}): {listing}. {remedy}")
+    return [each_extra for _, each_extra in everyone]
 
 
 def _ranks(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def _short(text: str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 

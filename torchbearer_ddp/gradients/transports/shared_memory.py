@@ -1,4 +1,4 @@
-"""Buckets in memory that the ranks of a host share: summed where they lie, without sockets.
+"""Buckets in memory that the ranks of a host share: summed in place, without sockets.
 
 Ranks that sum the same numbers in the same order get the same bits, on every rank and in every run.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.errors import DesyncError, DistributedError
 from torchbearer_ddp.gradients.transports.hosts import Process
-from torchbearer_ddp.gradients.transports.segment import share
+from torchbearer_ddp.gradients.transports.interface import LINE_BYTES, Bucket
+from torchbearer_ddp.gradients.transports.segment import Segment
 from torchbearer_ddp.gradients.transports.semaphores import Signals
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
@@ -22,12 +24,14 @@ from torchbearer_ddp.group.waiting import Wait
 #: What a rank sums at a time, over all ranks together: less costs more calls than it saves in the
 #: cache (measured with 1 MB to 40 MB, on cores with 1 MB of their own and 32 MB together).
 CACHE_BYTES = 2 * 2**20
-#: A cache line: what ranks write by turns begins on one of its own.
-LINE_BYTES = 64
+
+
+class SegmentError(DistributedError):
+    """The ranks of a host cannot share memory; the same message on every rank of the world."""
 
 
 class _Stamp(ctypes.Structure):
-    """In front of a rank's numbers: which round they belong to, and what they weigh."""
+    """In front of a rank's numbers: the round they belong to, and their weight."""
 
     _fields_ = (("round", ctypes.c_int64), ("weight", ctypes.c_double))
     round: int
@@ -35,30 +39,24 @@ class _Stamp(ctypes.Structure):
 
 
 class LocalRanks:
-    """The ranks of this host and the signals between them; collective to make.
+    """The ranks of this host, the memory they share, and the signals between them."""
 
-    Args:
-        group: The group of all ranks.
-        local: The processes of this host, in rank order.
-
-    Raises:
-        SegmentError: On every rank of the world, if some host's ranks cannot share memory.
-    """
-
-    def __init__(self, group: Group, local: list[Process]) -> None:
+    def __init__(self, group: Group, local: list[Process], part_bytes: int) -> None:
         self.group = group
         self.local = local
         self.size = len(local)
         self.me = [process.rank for process in local].index(group.member.rank)
-        segment = share(local, Signals.part_bytes(2, self.size))
-        #: "My numbers are in place."
-        self.arrivals = Signals(segment, 0, local, self.me)
-        #: "I have summed my slice."
-        self.departures = Signals(segment, 1, local, self.me)
-        collectives.barrier("the signals in shared memory")  # nobody posts before all are made
+        signal_bytes = Signals.part_bytes(self.size)
+        #: Where the part of a rank has room for the buckets.
+        self.offset = 2 * signal_bytes
+        self.segment = Segment(local[0], self.me, self.size, self.offset + part_bytes)
+        #: A rank's numbers are in place.
+        self.arrivals = Signals(self.segment, 0, local, self.me)
+        #: A rank has summed its slice.
+        self.departures = Signals(self.segment, signal_bytes, local, self.me)
 
     def weights(self, stamps: list[_Stamp], number: int) -> list[float]:
-        """What each rank's numbers weigh.
+        """The weight of each rank's numbers.
 
         Raises:
             DesyncError: If another rank began another bucket, or another round of this one.
@@ -76,68 +74,65 @@ class LocalRanks:
 
 
 class PendingPeers:
-    """Takes one signal of every other rank, now or later.
-
-    Args:
-        signals: Which signals are taken.
-    """
+    """Takes one signal of every other rank, now or later."""
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._missing: list[int] = []
 
     def begin(self) -> None:
-        """Expects everybody."""
+        """Expects a signal of every other rank."""
         self._missing = self._signals.peers.copy()
 
     def advance(self) -> bool:
-        """Takes what is there; True if nobody is missing."""
+        """Takes the signals that are there; True if none is missing."""
         while self._missing and self._signals.take(self._missing[-1]):
             self._missing.pop()
         return not self._missing
 
     def complete(self, wait: Wait) -> None:
-        """Waits until nobody is missing."""
+        """Waits until none is missing."""
         while self._missing:
             self._signals.wait(self._missing[-1], wait)
             self._missing.pop()
 
 
 class Exchange:
-    """A bucket that lies in shared memory, and of which every rank sums one slice for all.
+    """A bucket in shared memory, of which every rank sums one slice for all.
 
-    Two meetings guard it: nobody sums before all have arrived, and nobody reads the sum before all
-    slices are there. (A small bucket could do with one, if every rank summed all of it; in steps of
+    No rank sums before all numbers are in place, and none reads the sum before all slices are
+    summed. (A small bucket could do with one signal, if every rank summed all of it; in steps of
     half a millisecond the difference was lost in the noise.)
-
-    Args:
-        local_ranks: The ranks of this host.
-        numel: The size of the bucket.
-        dtype: Its type.
-        header: How many elements at the end have no weight.
     """
 
-    def __init__(
-        self, local_ranks: LocalRanks, numel: int, dtype: torch.dtype, header: int
-    ) -> None:
-        segment = share(local_ranks.local, LINE_BYTES + numel * dtype.itemsize)
-        parts = [segment.tensor(p, LINE_BYTES, numel, dtype) for p in range(local_ranks.size)]
-        self.bucket = parts[local_ranks.me]
-        self._local_ranks = local_ranks
-        self._stamps = [segment.place(p, 0, _Stamp) for p in range(local_ranks.size)]
-        begin, end = _slice(numel, dtype.itemsize, local_ranks.me, local_ranks.size)
-        self._pieces = _pieces(parts, begin, end, numel - header, self._piece_numel(dtype))
-        self._arrivals = PendingPeers(local_ranks.arrivals)
-        self._departures = PendingPeers(local_ranks.departures)
+    def __init__(self, ranks: LocalRanks, bucket: Bucket, offset: int) -> None:
+        self._ranks = ranks
+        self._stamps = [ranks.segment.place(part, offset, _Stamp) for part in range(ranks.size)]
+        parts = [
+            # An empty bucket too has a place: torch makes no tensor over no memory.
+            ranks.segment.tensor(part, offset + LINE_BYTES, max(1, bucket.size), bucket.dtype)
+            for part in range(ranks.size)
+        ]
+        self.tensor = parts[ranks.me][: bucket.size]
+        begin, end = _slice(bucket.size, bucket.dtype.itemsize, ranks.me, ranks.size)
+        self._pieces = _pieces(parts, begin, end, bucket.numel, self._piece_numel(bucket.dtype))
+        self._arrivals = PendingPeers(ranks.arrivals)
+        self._departures = PendingPeers(ranks.departures)
         self._round = 0
         self._summed = True
 
+    @staticmethod
+    def part_bytes(bucket: Bucket) -> int:
+        """The room in each rank's part: the stamp and the numbers, on cache lines of their own."""
+        lines = -(-max(1, bucket.size) * bucket.dtype.itemsize // LINE_BYTES)
+        return (1 + lines) * LINE_BYTES
+
     def begin(self, weight: float) -> None:
-        """Says that the numbers are in place."""
+        """Signals that this rank's numbers are in place."""
         self._round += 1
-        stamp = self._stamps[self._local_ranks.me]
+        stamp = self._stamps[self._ranks.me]
         stamp.round, stamp.weight = self._round, weight
-        self._local_ranks.arrivals.post()
+        self._ranks.arrivals.post()
         self._arrivals.begin()
         self._departures.begin()
         self._summed = False
@@ -155,30 +150,30 @@ class Exchange:
             self._sum()
 
     def complete(self, wait: Wait) -> None:
-        """Waits for the others' slices."""
+        """Waits for the other ranks' slices."""
         self.join(wait)
         self._departures.complete(wait)
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
-        """How much is summed at a time."""
-        return max(1, CACHE_BYTES // (self._local_ranks.size * dtype.itemsize))
+        """How many elements are summed at a time."""
+        return max(1, CACHE_BYTES // (self._ranks.size * dtype.itemsize))
 
     def _sum(self) -> None:
-        """Sums this rank's slice and gives it to all."""
-        weights = self._local_ranks.weights(self._stamps, self._round)
+        """Sums this rank's slice and copies it to all."""
+        weights = self._ranks.weights(self._stamps, self._round)
         for piece in self._pieces:
             piece.add(weights)
-            piece.hand_out()
-        self._local_ranks.departures.post()
+            piece.copy_to_all()
+        self._ranks.departures.post()
         self._summed = True
 
 
 @dataclass
 class Piece:
-    """What is summed at a time: the same numbers in every rank's part.
+    """What is summed at a time: the same elements in every rank's part, by rank.
 
-    Args:
-        whole: All of it, by rank.
+    Attributes:
+        whole: All of it.
         body: Without the header, which has no weight.
         header: The header alone.
     """
@@ -188,7 +183,7 @@ class Piece:
     header: list[torch.Tensor]
 
     def add(self, weights: list[float]) -> None:
-        """The weighted sum, in rank order, in the place of the first."""
+        """Puts the weighted sum, in rank order, in the place of the first."""
         if all(weight == 1.0 for weight in weights):
             _add(self.whole)
             return
@@ -198,8 +193,8 @@ class Piece:
         if self.header[0].numel():
             _add(self.header)
 
-    def hand_out(self) -> None:
-        """Gives every rank what the first has."""
+    def copy_to_all(self) -> None:
+        """Copies the first to all others."""
         for each in self.whole[1:]:
             each.copy_(self.whole[0])
 
@@ -212,9 +207,9 @@ def _add(tensors: list[torch.Tensor]) -> None:
 
 def _pieces(parts: list[torch.Tensor], begin: int, end: int, header: int, step: int) -> list[Piece]:
     """Cuts a slice of every part into pieces; the last one carries what it has of the header."""
-    body = min(max(begin, header), end)
     if begin == end:
         return []
+    body = min(max(begin, header), end)
     ends = [*range(begin + step, body, step), end]
     return [
         Piece(
@@ -234,67 +229,53 @@ def _slice(numel: int, itemsize: int, index: int, count: int) -> tuple[int, int]
 
 
 class SharedMemoryTransport:
-    """Sums buckets in memory that all ranks share; collective to make.
-
-    Args:
-        group: The group of all ranks.
-        local: The processes of this host, which are all there are, in rank order.
+    """Sums buckets in one segment of memory that the ranks of a host share; collective to make.
 
     Raises:
-        SegmentError: On every rank, if the ranks cannot share memory.
+        SegmentError: On every rank, if the ranks of some host cannot share that much memory.
     """
 
     name = "shm"
     overlaps = False
     #: The numbers pass through the core's cache anyway.
     applies_weight = True
-    #: One bucket is summed while the next is filled, and both fit the cache.
-    bucket_bytes = 4 * 2**20
+    _exchange: type[Exchange] = Exchange
 
-    def __init__(self, group: Group, local: list[Process]) -> None:
-        self._local_ranks = LocalRanks(group, local)
-        self._exchanges: dict[int, Exchange] = {}
+    def __init__(self, group: Group, local: list[Process], buckets: Sequence[Bucket]) -> None:
+        problem = None
+        try:
+            sizes = [Exchange.part_bytes(bucket) for bucket in buckets]
+            self._ranks = LocalRanks(group, local, sum(sizes))
+        except OSError as error:
+            problem = f"cannot share memory with rank {local[0].rank}: {error}"
+        # After this no rank posts a signal that another has not made yet, and the rank that offers
+        # the memory may close it.
+        for rank, found in enumerate(collectives.all_gather(problem, "the shared memory")):
+            if found is not None:
+                raise SegmentError(f"rank {rank} {found}")
+        offsets = [self._ranks.offset + sum(sizes[:index]) for index in range(len(sizes))]
+        self._exchanges: Sequence[Exchange] = [
+            self._exchange(self._ranks, bucket, offset)
+            for bucket, offset in zip(buckets, offsets, strict=True)
+        ]
+        self.tensors = [exchange.tensor for exchange in self._exchanges]
         self._begun: deque[Exchange] = deque()
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
-    ) -> torch.Tensor:
-        """A bucket in shared memory.
+    def start(self, index: int, weight: float = 1.0) -> None:
+        """Gives the bucket to the other ranks, and sums what all have given so far."""
+        exchange = self._exchanges[index]
+        exchange.begin(weight)
+        self._begun.append(exchange)
+        for each in self._begun:  # in this order on every rank: signals have no names
+            if not each.advance():
+                break
 
-        Raises:
-            SegmentError: On every rank, if there is no room.
-            DesyncError: On every rank, if the ranks ask for different buckets.
-        """
-        collectives.agree(
-            {"elements": numel, "header": header, "dtype": str(dtype), "device": device.type},
-            "a bucket of gradients",
-            "Build the same model on every rank.",
-        )
-        if numel == 0:
-            return torch.zeros(0, dtype=dtype)
-        exchange = self._exchange(numel, dtype, header)
-        self._exchanges[exchange.bucket.data_ptr()] = exchange
-        return exchange.bucket
-
-    def _exchange(self, numel: int, dtype: torch.dtype, header: int) -> Exchange:
-        return Exchange(self._local_ranks, numel, dtype, header)
-
-    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
-        """Lets the others have the bucket, and sums what all have by now."""
-        if bucket.numel():
-            exchange = self._exchanges[bucket.data_ptr()]
-            exchange.begin(weight)
-            self._begun.append(exchange)
-            for each in self._begun:  # in this order on every rank: signals have no names
-                if not each.advance():
-                    break
-
-    def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
+    def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket, the oldest that is not finished, holds the sum."""
-        if bucket.numel():
-            self._begun.popleft().complete(wait)
+        self._begun.popleft().complete(wait)
 
     def close(self) -> None:
-        """Lets go of the memory; a bucket keeps its own for as long as it is in use."""
-        self._exchanges.clear()
+        """Drops the references to the memory, which lives as long as a tensor over it."""
+        self._exchanges, self.tensors = [], []
         self._begun.clear()
+        del self._ranks

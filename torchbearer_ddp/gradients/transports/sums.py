@@ -1,7 +1,7 @@
 """The sum of tensors over the ranks of a channel: as they are, or in half precision on the wire.
 
-Where the processor has work to do on what travels, it travels in pieces: while one is on the wire,
-the next is made ready and the one before is taken in, so the network need not wait.
+Half precision travels in pieces: while one is on the wire, the next is rounded and the one before
+is added, so the network need not wait for the processor.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torchbearer_ddp.group.waiting import Wait, wait_for
 
 #: What travels instead of single precision, by the name that users give it.
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: What travels at once.
+#: The size of a piece.
 PIECE_BYTES = 2 * 2**20
 
 
 class Sum(Protocol):
-    """Sums one tensor in place, again and again: start, turn and finish, in this order."""
+    """Sums one tensor in place, again and again: start, advance and finish, in this order."""
 
     def start(self) -> None:
-        """Puts this rank's numbers on the wire."""
+        """Sends this rank's numbers."""
         ...
 
-    def turn(self, wait: Wait) -> None:
-        """Takes in what has arrived, and sends what is to be sent on."""
+    def advance(self, wait: Wait) -> None:
+        """Waits for what the other ranks sent at the start, and sends what depends on it."""
         ...
 
     def finish(self, wait: Wait) -> None:
@@ -41,14 +41,7 @@ def piece_numel(dtype: torch.dtype) -> int:
 
 
 def make(channel: Any, tensor: torch.Tensor, header: int, compress: str | None) -> list[Sum]:
-    """The ways in which the parts of a tensor are summed, all at the same time.
-
-    Args:
-        channel: The group of torch.distributed to sum over.
-        tensor: What is summed, in place.
-        header: How many elements at its end must arrive exactly.
-        compress: One of :data:`HALVES`, or None.
-    """
+    """The sums of a tensor's parts: ``header`` elements at its end are never compressed."""
     body = tensor.numel() - header
     if compress is None or tensor.dtype != torch.float32 or not body:
         return [PlainSum(channel, tensor)]
@@ -57,12 +50,7 @@ def make(channel: Any, tensor: torch.Tensor, header: int, compress: str | None) 
 
 
 class PlainSum:
-    """One all-reduce.
-
-    Args:
-        channel: The group of torch.distributed to sum over.
-        tensor: What is summed, in place.
-    """
+    """One all-reduce over the ranks of a channel."""
 
     def __init__(self, channel: Any, tensor: torch.Tensor) -> None:
         self._channel = channel
@@ -73,8 +61,8 @@ class PlainSum:
         """Hands the tensor to the backend's own threads or stream."""
         self._work = dist.all_reduce(self._tensor, group=self._channel, async_op=True)
 
-    def turn(self, wait: Wait) -> None:
-        """The backend does all of it."""
+    def advance(self, wait: Wait) -> None:
+        """Does nothing: the backend does all of it."""
 
     def finish(self, wait: Wait) -> None:
         """Waits for the backend."""
@@ -88,11 +76,6 @@ class HalfSum:
     Each rank gets one slice from every other rank, adds them up, and sends the sum of its slice to
     all. An all-reduce in half precision would round after every addition instead of twice. Every
     rank takes the rounded sums, its own slice too, so the replicas stay equal.
-
-    Args:
-        channel: The group of torch.distributed to sum over.
-        tensor: What is summed, in place.
-        half: What travels.
     """
 
     def __init__(self, channel: Any, tensor: torch.Tensor, half: torch.dtype) -> None:
@@ -100,7 +83,7 @@ class HalfSum:
         step = -(-tensor.numel() // ranks)
         self._channel = channel
         self._tensor = tensor
-        #: First what is sent to each rank, in the end the sums of all slices.
+        #: First what is sent to each rank, later the sums of all slices.
         self._all = torch.zeros(ranks, step, dtype=half, device=tensor.device)
         self._slices = torch.zeros_like(self._all)
         self._sum = torch.zeros(step, dtype=half, device=tensor.device)
@@ -113,7 +96,7 @@ class HalfSum:
             _bytes(self._slices), _bytes(self._all), group=self._channel, async_op=True
         )
 
-    def turn(self, wait: Wait) -> None:
+    def advance(self, wait: Wait) -> None:
         """Adds up this rank's slice, and sends the sum to all."""
         wait_for(self._work, wait)
         first, *others = self._slices
@@ -135,10 +118,10 @@ class HalfSum:
         self._tensor.copy_(self._numbers())
 
     def _numbers(self) -> torch.Tensor:
-        """Those of the tensor: the last slice may be longer than what is left for it."""
+        """The tensor's own elements: the slices together may be longer."""
         return self._all.view(-1)[: self._tensor.numel()]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Not every backend knows every half precision, but all of them know bytes."""
+    """As bytes: not every backend supports every half precision, but all of them support bytes."""
     return tensor.view(-1).view(torch.uint8)

@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from torchbearer_ddp.gradients.transports import sums
+from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
 
 
 class TorchTransport:
-    """Asynchronous sums of each bucket's pieces, over all ranks.
-
-    Args:
-        group: The group of all ranks.
-        name: What to call it: the backend that serves the gradients' device.
-        compress: What travels instead of single precision, or None.
-    """
+    """Asynchronous sums of each bucket's pieces over all ranks, by the backend of their device."""
 
     overlaps = True
     applies_weight = False
 
-    def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
+    def __init__(
+        self, group: Group, buckets: Sequence[Bucket], name: str, compress: str | None = None
+    ) -> None:
         self.name = name
-        # NCCL is slow to start and fast to run; gloo the other way round, and the sooner a full
-        # bucket is on its way, the less is left to wait for after backward.
-        self.bucket_bytes = (25 if name == "nccl" else 4) * 2**20
-        self._group = group
-        self._compress = compress
-        self._bodies: dict[int, torch.Tensor] = {}
-        self._ways: dict[int, list[sums.Sum]] = {}
-
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
-    ) -> torch.Tensor:
-        """Ordinary memory."""
-        bucket = torch.zeros(numel, dtype=dtype, device=device)
-        body = numel - header
-        # Rounding takes the processor's time, and in pieces the network need not wait for it. Gloo
-        # alone is better off with the whole, and NCCL has streams of its own.
-        in_pieces = self._compress is not None and device.type == "cpu"
-        step = sums.piece_numel(dtype) if in_pieces else max(1, body)
-        ends = [*range(step, body, step), numel]  # the header travels with the last numbers
-        self._bodies[id(bucket)] = bucket[:body]
-        self._ways[id(bucket)] = [
-            way
-            for begin, end in zip([0, *ends], ends, strict=False)
-            for way in sums.make(
-                self._group.gradients, bucket[begin:end], max(0, end - body), self._compress
-            )
+        self.tensors = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in buckets]
+        self._numels = [bucket.numel for bucket in buckets]
+        self._sums = [
+            _sums(group.gradients, tensor, bucket.header, compress)
+            for tensor, bucket in zip(self.tensors, buckets, strict=True)
         ]
-        return bucket
 
-    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
+    def start(self, index: int, weight: float = 1.0) -> None:
         """Hands the bucket to the backend's own threads or stream."""
         if weight != 1.0:
-            self._bodies[id(bucket)].mul_(weight)
-        for way in self._ways[id(bucket)]:
-            way.start()
+            self.tensors[index][: self._numels[index]].mul_(weight)
+        for each in self._sums[index]:
+            each.start()
 
-    def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
+    def finish(self, index: int, wait: Wait) -> None:
         """Waits for the backend."""
-        for way in self._ways[id(bucket)]:
-            way.turn(wait)
-        for way in self._ways[id(bucket)]:
-            way.finish(wait)
+        for each in self._sums[index]:
+            each.advance(wait)
+        for each in self._sums[index]:
+            each.finish(wait)
 
     def close(self) -> None:
-        """Lets go of the buckets."""
-        self._bodies.clear()
-        self._ways.clear()
+        """Drops the references to the buckets."""
+        self.tensors, self._sums = [], []
+
+
+def _sums(channel: Any, tensor: torch.Tensor, header: int, compress: str | None) -> list[sums.Sum]:
+    """The sums of a bucket's pieces; the header travels with the last one."""
+    body = tensor.numel() - header
+    # Rounding takes the processor's time; in pieces the network need not wait for it. Gloo alone is
+    # faster with the whole bucket, and NCCL has streams of its own.
+    in_pieces = compress is not None and tensor.device.type == "cpu"
+    step = sums.piece_numel(tensor.dtype) if in_pieces else max(1, body)
+    ends = [*range(step, body, step), tensor.numel()]
+    return [
+        each
+        for begin, end in zip([0, *ends], ends, strict=False)
+        for each in sums.make(channel, tensor[begin:end], max(0, end - body), compress)
+    ]
