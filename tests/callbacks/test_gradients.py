@@ -345,7 +345,7 @@ def test_a_model_wrapped_in_ddp_is_reduced_by_ddp_alone():
     @on_step_training
     def look(state):
         # A second average would change nothing: what counts is that there is none to make.
-        ours.append(gradients.averaged_parameters)
+        ours.append(gradients.reducer.parameters)
 
     train(model, [SyncModel(), gradients, look], steps=3)
     assert ours == [0, 0, 0]
@@ -623,7 +623,7 @@ def on_gradients_of(layers, gradients, note):
 
     @on_criterion
     def watch(state):
-        if gradients.averaged_parameters and not hooks:
+        if gradients.reducer and not hooks:
             hooks.extend(
                 layer.weight.register_post_accumulate_grad_hook(lambda _: note())
                 for layer in layers
@@ -636,14 +636,19 @@ def on_gradients_of(layers, gradients, note):
 def test_a_gradient_is_in_its_bucket_before_the_next_appears():
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
     gradients = SyncGradients(transport="shm", bucket_mb=1e-4)
-    placed = []
+    places, placed = {}, []
+
+    @on_step_training
+    def remember(state):
+        # After a step each gradient is a view into its bucket.
+        places.update((p, p.grad.data_ptr()) for p in model.parameters())
 
     def note():
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        placed.append(sum(g.untyped_storage().nbytes() > g.nbytes for g in found))
+        found = [p for p in model.parameters() if p.grad is not None]
+        placed.append(sum(p.grad.data_ptr() == places[p] for p in found))
 
     watch = on_gradients_of([model[0]], gradients, note)
-    train(model, [SyncModel(), gradients, watch], steps=3)
+    train(model, [SyncModel(), gradients, watch, remember], steps=3)
     # All but the one that appears last: the first layer's bias or its weight.
     assert placed[0] >= 13
 
@@ -668,7 +673,7 @@ def test_buckets_follow_the_order_in_which_gradients_appear():
     sent = []
 
     def note():
-        sent.append(gradients.buckets_sent)
+        sent.append(gradients.reducer.buckets_sent)
 
     watch = on_gradients_of(model.layers, gradients, note)
     train(model, [SyncModel(), gradients, watch], steps=3)

@@ -16,8 +16,8 @@ from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients.accumulation import Accumulation
 from torchbearer_ddp.gradients.header import MAX_WISHES, RankReport, StepSummary
 from torchbearer_ddp.gradients.model_reducer import ModelReducer
-from torchbearer_ddp.gradients.reducer import Options, Timing
-from torchbearer_ddp.gradients.transports.sums import HALVES
+from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
+from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.group import collectives, membership, stop_request
 
 
@@ -212,19 +212,14 @@ class SyncGradients(OrderedCallback):
         return self._accumulation.holds_gradients
 
     @property
-    def averaged_parameters(self) -> int:
-        """The number of parameters whose gradients this callback averages, once it has begun."""
-        return self._reduction.reducer.parameters if self._reduction.reducer else 0
-
-    @property
-    def buckets_sent(self) -> int:
-        """The number of buckets that the running backward has sent so far."""
-        return self._reduction.reducer.buckets_sent if self._reduction.reducer else 0
-
-    @property
     def timing(self) -> Timing:
         """Where the time of the last step went."""
-        return self._reduction.reducer.timing if self._reduction.reducer else Timing()
+        return self.reducer.timing if self.reducer else Timing()
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages the gradients; None before the first exchange of a run and after it."""
+        return self._reduction.reducer
 
     def _report(self, state: Any) -> RankReport:
         """What this rank has to say to the others at this step."""

@@ -81,18 +81,6 @@ def place(
 
 def _view(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's place, with its strides: a channels_last gradient is copied as it lies."""
-    if _is_dense(parameter):
-        return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
-    return part.view(parameter.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill their memory without gaps or overlaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(
-        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    # A parameter with gaps or overlaps has no such strides: empty_like closes the gaps.
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.size(), strides, part.storage_offset())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy
 import numpy.typing
@@ -19,7 +19,6 @@ import torch
 _STEP_MODULUS = 2**22
 #: So many wishes fit one number that is exact in single precision.
 MAX_WISHES = 20
-_FIELDS = 8
 
 
 @dataclass
@@ -45,6 +44,10 @@ class RankReport:
     loss: float = 0.0
     again: bool = False
     wishes: int = 0
+
+
+#: The elements of a row, in this order.
+_FIELDS = len(fields(RankReport))
 
 
 @dataclass
@@ -98,16 +101,8 @@ class Header:
         """Writes this rank's part before the bucket is sent; ``used`` is None where all are."""
         values = self._values
         values[: self._rows] = 0
-        values[self._mine] = (
-            report.step % _STEP_MODULUS,
-            report.batch_size,
-            report.stop,
-            report.signal,
-            report.seconds,
-            report.loss,
-            report.again,
-            report.wishes,
-        )
+        step, *others = vars(report).values()
+        values[self._mine] = (step % _STEP_MODULUS, *others)
         values[self._rows :] = 1 if used is None else used
         if not self._on_host:
             self._place.copy_(torch.from_numpy(values))

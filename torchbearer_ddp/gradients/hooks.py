@@ -19,6 +19,7 @@ class GradientHooks:
 
     #: How many buckets were sent during this backward.
     sent = 0
+    _send: Send | None = None
 
     def __init__(self, hooks: Iterable[tuple[torch.Tensor, Hook]] = ()) -> None:
         self._handles: list[Any] = [
@@ -28,9 +29,11 @@ class GradientHooks:
 
     def arm(self, send: Send) -> None:
         """Begins to act on gradients that appear."""
+        self._send = send
 
     def disarm(self) -> tuple[int, bool]:
         """Stops acting; returns how many buckets were sent, and if a sent gradient has changed."""
+        self._send = None
         return 0, False
 
     def close(self) -> None:
@@ -70,41 +73,38 @@ class EarlySends(GradientHooks):
 
     def __init__(self, parameters: Sequence[torch.Tensor], buckets: list[GradientBucket]) -> None:
         self._parameters = parameters
-        self._counts = [len(bucket.indices) for bucket in buckets[:-1]]
-        self._missing: list[int] = []
-        self._seen: set[int] = set()
+        self._buckets = buckets[:-1]
+        #: By bucket the parameters whose gradients have not appeared yet.
+        self._missing: list[set[int]] = []
         self._changed = False
-        self._send: Send | None = None
         super().__init__(
             (parameters[index], self._hook(index, number))
-            for number, bucket in enumerate(buckets[:-1])
+            for number, bucket in enumerate(self._buckets)
             for index in bucket.indices
         )
 
     def arm(self, send: Send) -> None:
-        """Begins to count, unless backward would add to gradients while they are sent."""
+        """Begins to send, unless backward would add to gradients while they are sent."""
         self.disarm()  # after a backward that failed
         if all(parameter.grad is None for parameter in self._parameters):
-            self._missing = self._counts.copy()
-            self._send = send
+            self._missing = [set(bucket.indices) for bucket in self._buckets]
+            super().arm(send)
 
     def disarm(self) -> tuple[int, bool]:
-        """Stops counting."""
+        """Stops sending."""
         done = self.sent, self._changed
         self.sent, self._changed, self._send = 0, False, None
-        self._seen.clear()
         return done
 
     def _hook(self, index: int, bucket: int) -> Hook:
         def appeared(_: torch.Tensor) -> None:
             if self._send is None:
                 return
-            if index in self._seen:
+            if index not in self._missing[bucket]:
                 self._changed = True
                 return
-            self._seen.add(index)
-            self._missing[bucket] -= 1
-            while self.sent < len(self._missing) and self._missing[self.sent] == 0:
+            self._missing[bucket].remove(index)
+            while self.sent < len(self._missing) and not self._missing[self.sent]:
                 self._send(self.sent)
                 self.sent += 1
 
@@ -119,22 +119,12 @@ class EarlyCopies(GradientHooks):
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        self._armed = False
         super().__init__((p, self._hook(v)) for p, v in zip(parameters, views, strict=True))
-
-    def arm(self, send: Send) -> None:
-        """From here on a gradient that appears is copied."""
-        self._armed = True
-
-    def disarm(self) -> tuple[int, bool]:
-        """From here on it stays where it is."""
-        self._armed = False
-        return 0, False
 
     def _hook(self, view: torch.Tensor) -> Hook:
         def appeared(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            if not self._armed or gradient is None or gradient is view:
+            if self._send is None or gradient is None or gradient is view:
                 return
             # One that is differentiated again, or has another layout, is copied after backward.
             if gradient.layout is torch.strided and not gradient.requires_grad:

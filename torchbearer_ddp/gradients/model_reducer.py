@@ -15,6 +15,7 @@ from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.log import announce
 
 Named = list[tuple[str, torch.nn.Parameter]]
+_WRAPPED = "the model is wrapped in DistributedDataParallel, which averages the gradients"
 
 
 class ModelReducer:
@@ -73,11 +74,7 @@ class ModelReducer:
         trained = [] if wrapped else [p for p in in_order if p.requires_grad]
         reducer = Reducer(group, trained, _sparse_parameters(self._model), self._options)
         if not self._announced:
-            announce(
-                "the model is wrapped in DistributedDataParallel, which averages the gradients"
-                if wrapped
-                else reducer.choice
-            )
+            announce(_WRAPPED if wrapped else reducer.choice)
             self._announced = True
         return reducer
 

@@ -140,7 +140,8 @@ class Reducer:
             summary = self._exchange(report, used, f"{activity}, again")
         self._hand_out(summary, used)
         if self._sparse:
-            self._reduce_sparse(report, summary)
+            samples = max(summary.samples, 1.0) if self._weighted else 1.0
+            self._reduce_sparse(self._weight(report.batch_size) / samples)
         self._step += 1
         self._group.past_first_step = True
         self._since = time.perf_counter()
@@ -207,23 +208,23 @@ class Reducer:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
-    def _reduce_sparse(self, report: RankReport, summary: StepSummary) -> None:
+    def _reduce_sparse(self, weight: float) -> None:
         """Gathers the sparse gradients: summing them densely would cost the whole table."""
-        weight = self._weight(report.batch_size)
-        if self._weighted:
-            weight /= max(summary.samples, 1.0)
-        mine: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        for parameter in self._sparse:
-            gradient = parameter.grad
-            if gradient is None:
-                mine.append(None)
-            else:
-                gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-                mine.append((gradient.indices(), gradient.values() * weight))
+        mine = [_scaled(parameter.grad, weight) for parameter in self._sparse]
         everyone = collectives.all_gather(mine, "the sparse gradients")
         for parameter, *parts in zip(self._sparse, *everyone, strict=True):
             present = [part for part in parts if part is not None]
             parameter.grad = _combine(present, parameter) if present else None
+
+
+def _scaled(
+    gradient: torch.Tensor | None, weight: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The indices and weighted values of a gradient, if there is one."""
+    if gradient is None:
+        return None
+    sparse = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+    return sparse.indices(), sparse.values() * weight
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -15,13 +15,13 @@ from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
 
-TRANSPORTS = ("auto", "gloo", "nccl", "shm", "hierarchical")
 _TITLES = {
     "gloo": "gloo",
     "nccl": "NCCL",
     "shm": "shared memory",
     "hierarchical": "shared memory inside each host, gloo between hosts",
 }
+TRANSPORTS = ("auto", *_TITLES)
 
 
 def choose(
@@ -48,49 +48,36 @@ def choose(
             f"transport is {requested!r}, which does not exist: it is one of "
             f"{', '.join(map(repr, TRANSPORTS))}."
         )
+    device = next((b.device.type for b in buckets if b.device.type != "cpu"), "cpu")
+    backend = "nccl" if device == "cuda" else "gloo"
     # The memory is offered before it is known whether it is needed: it has no size yet, and its
     # descriptor travels with the rest instead of in an exchange of its own.
     with segment.offered() as (memory, problem):
-        process = Process.current(group.member.rank, memory, problem)
+        sizes = {f"bucket {index}": bucket.describe() for index, bucket in enumerate(buckets)}
         everyone = collectives.agree(
-            {
-                "transport": requested,
-                "compress": compress,
-                **{f"bucket {i}": bucket.describe() for i, bucket in enumerate(buckets)},
-            },
+            {"transport": requested, "compress": compress, **sizes},
             "the transport of the gradients",
             "Build the same model on every rank, and give every rank the same options.",
-            extra=asdict(process),
+            extra=asdict(Process.current(group.member.rank, memory, problem)),
         )
         by_host = hosts.by_host([Process(**each) for each in everyone])
-        return _make(group, requested, buckets, compress, by_host)
-
-
-def _make(
-    group: Group,
-    requested: str,
-    buckets: Sequence[Bucket],
-    compress: str | None,
-    by_host: list[list[Process]],
-) -> tuple[Transport, str]:
-    device = next((b.device.type for b in buckets if b.device.type != "cpu"), "cpu")
-    backend = "nccl" if device == "cuda" else "gloo"
-    best, reason = _best(by_host, device, backend)
-    wanted = best if requested == "auto" or group.member.world_size == 1 else requested
-    if wanted == best != backend:
-        try:
-            return _shared(group, buckets, compress, by_host), _line(best, reason)
-        except SegmentError as error:
-            reason = str(error)
-    if wanted != backend and requested != "auto":
+        best, reason = _best(by_host, device, backend)
+        wanted = best if requested == "auto" or len(everyone) == 1 else requested
+        if wanted == best != backend:
+            shared = HierarchicalTransport if len(by_host) > 1 else SharedMemoryTransport
+            try:
+                return shared(group, buckets, by_host, compress), _line(best, reason)
+            except SegmentError as error:
+                reason = str(error)
+    if wanted == backend:
+        reason = reason if wanted == best else "as requested"
+    elif requested == "auto":
+        reason = f"not {wanted}: {reason}"
+    else:
         raise DistributedError(
             f"transport={requested!r} is not possible here ({reason}). Use transport='auto', which "
             f"falls back to {backend} where it must."
         )
-    if wanted != backend:
-        reason = f"not {wanted}: {reason}"
-    elif wanted != best:
-        reason = "as requested"
     return TorchTransport(group, buckets, backend, compress), _line(backend, reason)
 
 
@@ -111,21 +98,6 @@ def _best(by_host: list[list[Process]], device: str, backend: str) -> tuple[str,
     if len(set(counts)) > 1:
         return backend, f"the hosts differ in their number of ranks: {', '.join(map(str, counts))}"
     return "hierarchical", f"each of the {len(counts)} hosts has {counts[0]} ranks"
-
-
-def _shared(
-    group: Group,
-    buckets: Sequence[Bucket],
-    compress: str | None,
-    by_host: list[list[Process]],
-) -> Transport:
-    for owner, *_ in by_host:
-        if owner.problem:
-            raise SegmentError(f"rank {owner.rank} {owner.problem}")
-    local = next(each for each in by_host if any(p.rank == group.member.rank for p in each))
-    if len(by_host) == 1:
-        return SharedMemoryTransport(group, local, buckets)
-    return HierarchicalTransport(group, local, buckets, by_host, compress)
 
 
 def _line(name: str, reason: str) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchbearer_ddp.gradients.transports import sums
 from torchbearer_ddp.gradients.transports.hosts import Process
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.shared_memory import Exchange, SharedMemoryTransport
+from torchbearer_ddp.gradients.transports.torch_dist import make_sums, piece_numel
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait, complete
 
@@ -26,16 +26,16 @@ class HierarchicalExchange(Exchange):
     def connect(self, channel: Any, compress: str | None) -> None:
         """Sets the channel to the ranks that have the same slice on the other hosts."""
         self._sums = [
-            sums.make(channel, piece.whole[0], piece.header[0].numel(), compress)
+            make_sums(channel, piece.whole[0], piece.body[0].numel(), compress)
             for piece in self._pieces
         ]
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
-        return sums.piece_numel(dtype)
+        return piece_numel(dtype)
 
     def _sum(self) -> None:
         """Sums this host's slice, and sends each piece to the other hosts once it is ready."""
-        weights = self._ranks.weights(self._stamps, self._round)
+        weights = self._weights()
         for piece, between_hosts in zip(self._pieces, self._sums, strict=True):
             piece.add(weights)
             for each in between_hosts:
@@ -52,18 +52,13 @@ class HierarchicalExchange(Exchange):
                 each.finish(wait)
             piece.copy_to_all()
         self._ranks.departures.post()
-        self._departures.complete(wait)
+        self._ranks.departures.collect(wait)
 
 
 class HierarchicalTransport(SharedMemoryTransport):
     """Sums buckets inside each host first, and then between hosts; collective to make.
 
-    Args:
-        group: The group of all ranks.
-        local: The processes of this host, in rank order.
-        buckets: The buckets.
-        by_host: The processes of each host, equally many on each.
-        compress: What travels between hosts instead of single precision, or None.
+    Each host has the same number of ranks. What travels between hosts may be compressed.
     """
 
     name = "hierarchical"
@@ -74,12 +69,11 @@ class HierarchicalTransport(SharedMemoryTransport):
     def __init__(
         self,
         group: Group,
-        local: list[Process],
         buckets: Sequence[Bucket],
         by_host: list[list[Process]],
-        compress: str | None,
+        compress: str | None = None,
     ) -> None:
-        super().__init__(group, local, buckets)
+        super().__init__(group, buckets, by_host)
         wait = Wait(group, "the channels between hosts")
         channels = [
             complete(partial(group.channel_between, [each.rank for each in same_slice]), wait)

@@ -13,13 +13,11 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 
 from torchbearer_ddp.gradients.transports.hosts import Process
 
-_S = TypeVar("_S", bound=ctypes.Structure)
 #: A directory to take the memory from instead (its free space is then the limit).
 DIRECTORY_VARIABLE = "TORCHBEARER_DDP_SHM_DIR"
 
@@ -27,9 +25,14 @@ DIRECTORY_VARIABLE = "TORCHBEARER_DDP_SHM_DIR"
 @contextlib.contextmanager
 def offered() -> Iterator[tuple[int, str]]:
     """The descriptor of memory without a size yet, or -1 and the reason why there is none."""
-    fd, problem = -1, ""
+    directory, fd, problem = os.environ.get(DIRECTORY_VARIABLE), -1, ""
     try:
-        fd = _create()
+        if directory is not None:
+            fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        elif sys.platform == "linux":
+            fd = os.memfd_create("torchbearer_ddp", os.MFD_CLOEXEC)
+        else:
+            problem = f"cannot make shared memory on {sys.platform}"
     except OSError as error:
         problem = f"cannot make shared memory: {error}"
     try:
@@ -37,15 +40,6 @@ def offered() -> Iterator[tuple[int, str]]:
     finally:
         if fd >= 0:
             os.close(fd)
-
-
-def _create() -> int:
-    directory = os.environ.get(DIRECTORY_VARIABLE)
-    if directory is not None:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-    if sys.platform != "linux":
-        raise OSError(f"not implemented on {sys.platform}")
-    return os.memfd_create("torchbearer_ddp", os.MFD_CLOEXEC)
 
 
 class Segment:
@@ -81,11 +75,13 @@ class Segment:
         """Where the mapping begins."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
-    def tensor(self, part: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a rank's part; the memory lives as long as the tensor does."""
-        begin = part * self.part_bytes + offset
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=begin)
+    def tensors(self, offset: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A tensor in the part of each rank; the memory lives as long as one of them.
 
-    def place(self, part: int, offset: int, kind: type[_S]) -> _S:
-        """A structure in a rank's part."""
-        return kind.from_buffer(self._memory, part * self.part_bytes + offset)
+        Each has a storage of its own, so that copying or saving one never copies another.
+        """
+        begins = range(offset, len(self._memory), self.part_bytes)
+        return [
+            torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=begin)
+            for begin in begins
+        ]

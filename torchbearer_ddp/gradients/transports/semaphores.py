@@ -54,13 +54,16 @@ class Signals:
         def semaphore(owner: int, poster: int) -> ctypes.c_void_p:
             return ctypes.c_void_p(base + owner * segment.part_bytes + poster * LINE_BYTES)
 
-        self.peers = [index for index in range(len(local)) if index != me]
-        for peer in self.peers:
+        self._peers = [index for index in range(len(local)) if index != me]
+        for peer in self._peers:
             if library.sem_init(semaphore(me, peer), 1, 0) != 0:
                 raise OSError(ctypes.get_errno(), "sem_init failed")
-        self._posts = [partial(quick.sem_post, semaphore(peer, me)) for peer in self.peers]
-        self._takes = {peer: partial(quick.sem_trywait, semaphore(me, peer)) for peer in self.peers}
-        self._sleeps = {peer: _sleeper(library, semaphore(me, peer)) for peer in self.peers}
+        self._missing = self._peers.copy()
+        self._posts = [partial(quick.sem_post, semaphore(peer, me)) for peer in self._peers]
+        self._takes = {
+            peer: partial(quick.sem_trywait, semaphore(me, peer)) for peer in self._peers
+        }
+        self._sleeps = {peer: _sleeper(library, semaphore(me, peer)) for peer in self._peers}
 
     @staticmethod
     def part_bytes(ranks: int) -> int:
@@ -72,11 +75,22 @@ class Signals:
         for post in self._posts:
             post()
 
-    def take(self, peer: int) -> bool:
-        """Takes a signal of another rank, if there is one."""
-        return bool(self._takes[peer]() == 0)
+    def collect(self, wait: Wait | None = None) -> bool:
+        """Takes one signal of every other rank; without a wait it gives up if one is missing.
 
-    def wait(self, peer: int, wait: Wait) -> None:
+        What was taken before it gave up counts the next time.
+        """
+        while self._missing:
+            peer = self._missing[-1]
+            if self._takes[peer]() != 0:
+                if wait is None:
+                    return False
+                self._wait(peer, wait)
+            self._missing.pop()
+        self._missing = self._peers.copy()
+        return True
+
+    def _wait(self, peer: int, wait: Wait) -> None:
         """Waits for a signal of another rank, and takes it.
 
         Raises:
@@ -84,8 +98,6 @@ class Signals:
             DesyncError: If the other rank waits for something else.
         """
         take, sleep = self._takes[peer], self._sleeps[peer]
-        if take() == 0:
-            return
         now = time.monotonic()
         until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
         while time.monotonic() < until:

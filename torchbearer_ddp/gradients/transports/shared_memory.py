@@ -5,7 +5,7 @@ Ranks that sum the same numbers in the same order get the same bits, on every ra
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,14 +30,6 @@ class SegmentError(DistributedError):
     """The ranks of a host cannot share memory; the same message on every rank of the world."""
 
 
-class _Stamp(ctypes.Structure):
-    """In front of a rank's numbers: the round they belong to, and their weight."""
-
-    _fields_ = (("round", ctypes.c_int64), ("weight", ctypes.c_double))
-    round: int
-    weight: float
-
-
 class LocalRanks:
     """The ranks of this host, the memory they share, and the signals between them."""
 
@@ -55,47 +47,6 @@ class LocalRanks:
         #: A rank has summed its slice.
         self.departures = Signals(self.segment, signal_bytes, local, self.me)
 
-    def weights(self, stamps: list[_Stamp], number: int) -> list[float]:
-        """The weight of each rank's numbers.
-
-        Raises:
-            DesyncError: If another rank began another bucket, or another round of this one.
-        """
-        for index, stamp in enumerate(stamps):
-            if stamp.round != number:
-                self.group.broken = True
-                raise DesyncError(
-                    f"Rank {self.local[index].rank} is at a different exchange than rank "
-                    f"{self.local[self.me].rank}: this bucket's round is {stamp.round} there and "
-                    f"{number} here. Every rank must take the same steps: look for a loop, a stop "
-                    "or a callback that only some ranks have."
-                )
-        return [stamp.weight for stamp in stamps]
-
-
-class PendingPeers:
-    """Takes one signal of every other rank, now or later."""
-
-    def __init__(self, signals: Signals) -> None:
-        self._signals = signals
-        self._missing: list[int] = []
-
-    def begin(self) -> None:
-        """Expects a signal of every other rank."""
-        self._missing = self._signals.peers.copy()
-
-    def advance(self) -> bool:
-        """Takes the signals that are there; True if none is missing."""
-        while self._missing and self._signals.take(self._missing[-1]):
-            self._missing.pop()
-        return not self._missing
-
-    def complete(self, wait: Wait) -> None:
-        """Waits until none is missing."""
-        while self._missing:
-            self._signals.wait(self._missing[-1], wait)
-            self._missing.pop()
-
 
 class Exchange:
     """A bucket in shared memory, of which every rank sums one slice for all.
@@ -107,17 +58,13 @@ class Exchange:
 
     def __init__(self, ranks: LocalRanks, bucket: Bucket, offset: int) -> None:
         self._ranks = ranks
-        self._stamps = [ranks.segment.place(part, offset, _Stamp) for part in range(ranks.size)]
-        parts = [
-            # An empty bucket too has a place: torch makes no tensor over no memory.
-            ranks.segment.tensor(part, offset + LINE_BYTES, max(1, bucket.size), bucket.dtype)
-            for part in range(ranks.size)
-        ]
+        #: In front of each rank's numbers: the round they belong to, and their weight.
+        self._stamps = [s.numpy() for s in ranks.segment.tensors(offset, 2, torch.float64)]
+        # An empty bucket too has a place: torch makes no tensor over no memory.
+        parts = ranks.segment.tensors(offset + LINE_BYTES, max(1, bucket.size), bucket.dtype)
         self.tensor = parts[ranks.me][: bucket.size]
         begin, end = _slice(bucket.size, bucket.dtype.itemsize, ranks.me, ranks.size)
         self._pieces = _pieces(parts, begin, end, bucket.numel, self._piece_numel(bucket.dtype))
-        self._arrivals = PendingPeers(ranks.arrivals)
-        self._departures = PendingPeers(ranks.departures)
         self._round = 0
         self._summed = True
 
@@ -130,37 +77,53 @@ class Exchange:
     def begin(self, weight: float) -> None:
         """Signals that this rank's numbers are in place."""
         self._round += 1
-        stamp = self._stamps[self._ranks.me]
-        stamp.round, stamp.weight = self._round, weight
+        self._stamps[self._ranks.me][:] = self._round, weight
         self._ranks.arrivals.post()
-        self._arrivals.begin()
-        self._departures.begin()
         self._summed = False
 
     def advance(self) -> bool:
         """Sums this rank's slice if all have arrived: the sooner, the more is in the cache."""
-        if not self._summed and self._arrivals.advance():
+        if not self._summed and self._ranks.arrivals.collect():
             self._sum()
         return self._summed
 
     def join(self, wait: Wait) -> None:
         """Sums this rank's slice as soon as all have arrived."""
         if not self._summed:
-            self._arrivals.complete(wait)
+            self._ranks.arrivals.collect(wait)
             self._sum()
 
     def complete(self, wait: Wait) -> None:
         """Waits for the other ranks' slices."""
         self.join(wait)
-        self._departures.complete(wait)
+        self._ranks.departures.collect(wait)
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
         """How many elements are summed at a time."""
         return max(1, CACHE_BYTES // (self._ranks.size * dtype.itemsize))
 
+    def _weights(self) -> Sequence[float]:
+        """The weight of each rank's numbers.
+
+        Raises:
+            DesyncError: If another rank began another bucket, or another round of this one.
+        """
+        group = self._ranks.group
+        rounds, weights = zip(*(stamp.tolist() for stamp in self._stamps), strict=True)
+        for process, number in zip(self._ranks.local, rounds, strict=True):
+            if number != self._round:
+                group.broken = True
+                raise DesyncError(
+                    f"Rank {process.rank} is at a different exchange than rank "
+                    f"{group.member.rank}: this bucket's round is {number:.0f} there and "
+                    f"{self._round} here. Every rank must take the same steps: look for a loop, a "
+                    "stop or a callback that only some ranks have."
+                )
+        return weights
+
     def _sum(self) -> None:
         """Sums this rank's slice and copies it to all."""
-        weights = self._ranks.weights(self._stamps, self._round)
+        weights = self._weights()
         for piece in self._pieces:
             piece.add(weights)
             piece.copy_to_all()
@@ -182,7 +145,7 @@ class Piece:
     body: list[torch.Tensor]
     header: list[torch.Tensor]
 
-    def add(self, weights: list[float]) -> None:
+    def add(self, weights: Sequence[float]) -> None:
         """Puts the weighted sum, in rank order, in the place of the first."""
         if all(weight == 1.0 for weight in weights):
             _add(self.whole)
@@ -207,18 +170,13 @@ def _add(tensors: list[torch.Tensor]) -> None:
 
 def _pieces(parts: list[torch.Tensor], begin: int, end: int, header: int, step: int) -> list[Piece]:
     """Cuts a slice of every part into pieces; the last one carries what it has of the header."""
-    if begin == end:
-        return []
     body = min(max(begin, header), end)
-    ends = [*range(begin + step, body, step), end]
-    return [
-        Piece(
-            [part[first:last] for part in parts],
-            [part[first : min(last, body)] for part in parts],
-            [part[min(last, body) : last] for part in parts],
-        )
-        for first, last in zip([begin, *ends], ends, strict=False)
-    ]
+    ends = [*range(begin + step, body, step), end] if begin < end else []
+    pieces = []
+    for first, last in zip([begin, *ends], ends, strict=False):
+        cuts = [(first, last), (first, min(last, body)), (min(last, body), last)]
+        pieces.append(Piece(*([part[a:b] for part in parts] for a, b in cuts)))
+    return pieces
 
 
 def _slice(numel: int, itemsize: int, index: int, count: int) -> tuple[int, int]:
@@ -241,10 +199,20 @@ class SharedMemoryTransport:
     applies_weight = True
     _exchange: type[Exchange] = Exchange
 
-    def __init__(self, group: Group, local: list[Process], buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        buckets: Sequence[Bucket],
+        by_host: list[list[Process]],
+        compress: str | None = None,
+    ) -> None:
+        for owner, *_ in by_host:
+            if owner.problem:
+                raise SegmentError(f"rank {owner.rank} {owner.problem}")
+        local = next(local for local in by_host if group.member.rank in [p.rank for p in local])
+        sizes = [Exchange.part_bytes(bucket) for bucket in buckets]
         problem = None
         try:
-            sizes = [Exchange.part_bytes(bucket) for bucket in buckets]
             self._ranks = LocalRanks(group, local, sum(sizes))
         except OSError as error:
             problem = f"cannot share memory with rank {local[0].rank}: {error}"
@@ -253,10 +221,10 @@ class SharedMemoryTransport:
         for rank, found in enumerate(collectives.all_gather(problem, "the shared memory")):
             if found is not None:
                 raise SegmentError(f"rank {rank} {found}")
-        offsets = [self._ranks.offset + sum(sizes[:index]) for index in range(len(sizes))]
+        offsets = itertools.accumulate(sizes, initial=self._ranks.offset)
         self._exchanges: Sequence[Exchange] = [
             self._exchange(self._ranks, bucket, offset)
-            for bucket, offset in zip(buckets, offsets, strict=True)
+            for bucket, offset in zip(buckets, offsets, strict=False)
         ]
         self.tensors = [exchange.tensor for exchange in self._exchanges]
         self._begun: deque[Exchange] = deque()
