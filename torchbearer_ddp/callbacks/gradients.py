@@ -123,8 +123,8 @@ class SyncGradients(OrderedCallback):
     def on_criterion(self, state: Any) -> None:
         """Right before backward: from here on a full bucket may travel while backward runs."""
         self._accumulation.restore()
-        if collectives.world_size() > 1 and not self._accumulation.goes_on(state):
-            self._reduction.begin(batch_size(state))
+        if self.reducer is not None and not self._accumulation.goes_on(state):
+            self.reducer.begin(batch_size(state))
 
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and no callback has used them yet."""

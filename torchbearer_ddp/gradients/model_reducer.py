@@ -41,11 +41,6 @@ class ModelReducer:
             self._trained = trained
             self._order = GradientOrder([parameter for _, parameter in trained])
 
-    def begin(self, batch_size: int) -> None:
-        """Announces a backward pass to the reducer, if there is one by now."""
-        if self.reducer is not None:
-            self.reducer.begin(batch_size)
-
     def reduce(self, group: Group, report: RankReport) -> StepSummary:
         """Replaces every gradient by its average over all ranks."""
         self._order.close()  # after the first backward the order is known

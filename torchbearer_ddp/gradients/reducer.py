@@ -17,6 +17,9 @@ from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
 
+#: The parts of a sparse gradient: its indices and values.
+Sparse = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass
 class Timing:
@@ -217,10 +220,8 @@ class Reducer:
             parameter.grad = _combine(present, parameter) if present else None
 
 
-def _scaled(
-    gradient: torch.Tensor | None, weight: float
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The indices and weighted values of a gradient, if there is one."""
+def _scaled(gradient: torch.Tensor | None, weight: float) -> Sparse | None:
+    """A gradient in parts, weighted, if there is one."""
     if gradient is None:
         return None
     sparse = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
@@ -233,9 +234,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _combine(
-    parts: list[tuple[torch.Tensor, torch.Tensor]], parameter: torch.Tensor
-) -> torch.Tensor:
+def _combine(parts: list[Sparse], parameter: torch.Tensor) -> torch.Tensor:
     indices = torch.cat([i for i, _ in parts], dim=1).to(parameter.device)
     values = torch.cat([v for _, v in parts]).to(parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from torchbearer_ddp.errors import DistributedError
 from torchbearer_ddp.gradients.transports import hosts, segment
 from torchbearer_ddp.gradients.transports.hierarchical import HierarchicalTransport
-from torchbearer_ddp.gradients.transports.hosts import Process
+from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
 from torchbearer_ddp.gradients.transports.shared_memory import SegmentError, SharedMemoryTransport
 from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
@@ -64,9 +64,13 @@ def choose(
         best, reason = _best(by_host, device, backend)
         wanted = best if requested == "auto" or len(everyone) == 1 else requested
         if wanted == best != backend:
-            shared = HierarchicalTransport if len(by_host) > 1 else SharedMemoryTransport
             try:
-                return shared(group, buckets, by_host, compress), _line(best, reason)
+                shared = (
+                    SharedMemoryTransport(group, buckets, by_host)
+                    if len(by_host) == 1
+                    else HierarchicalTransport(group, buckets, by_host, compress)
+                )
+                return shared, _line(best, reason)
             except SegmentError as error:
                 reason = str(error)
     if wanted == backend:
@@ -81,7 +85,7 @@ def choose(
     return TorchTransport(group, buckets, backend, compress), _line(backend, reason)
 
 
-def _best(by_host: list[list[Process]], device: str, backend: str) -> tuple[str, str]:
+def _best(by_host: Hosts, device: str, backend: str) -> tuple[str, str]:
     """The fastest transport for ranks on these hosts, and the reason."""
     counts = [len(local) for local in by_host]
     machines = {process.machine for local in by_host for process in local}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchbearer_ddp.gradients.transports.hosts import Process
+from torchbearer_ddp.gradients.transports.hosts import Hosts
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.shared_memory import Exchange, SharedMemoryTransport
 from torchbearer_ddp.gradients.transports.torch_dist import make_sums, piece_numel
@@ -67,11 +67,7 @@ class HierarchicalTransport(SharedMemoryTransport):
     _exchanges: Sequence[HierarchicalExchange]
 
     def __init__(
-        self,
-        group: Group,
-        buckets: Sequence[Bucket],
-        by_host: list[list[Process]],
-        compress: str | None = None,
+        self, group: Group, buckets: Sequence[Bucket], by_host: Hosts, compress: str | None
     ) -> None:
         super().__init__(group, buckets, by_host)
         wait = Wait(group, "the channels between hosts")
@@ -87,5 +83,5 @@ class HierarchicalTransport(SharedMemoryTransport):
         # One rank may have summed a bucket at its start, another only reaches it here. All must
         # send the same messages in one order: first whatever was started, then this.
         for each in self._begun:
-            each.join(wait)
+            each.advance(wait)
         super().finish(index, wait)

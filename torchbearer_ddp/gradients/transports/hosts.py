@@ -44,6 +44,10 @@ class Process:
         return self.started == start_time(self.pid)
 
 
+#: The processes of each host, in rank order; the hosts in the order of their first rank.
+Hosts = list[list[Process]]
+
+
 def host_id() -> str:
     """The same for two processes that can open each other's memory, else different.
 
@@ -69,8 +73,8 @@ def start_time(pid: int) -> int | None:
     return None if state in (b"Z", b"X") else int(started)
 
 
-def by_host(processes: list[Process]) -> list[list[Process]]:
-    """The processes of each host, in rank order; the hosts in the order of their first rank."""
+def by_host(processes: list[Process]) -> Hosts:
+    """The processes of all ranks, given in rank order, by their host."""
     hosts: dict[str, list[Process]] = {}
     for process in processes:
         hosts.setdefault(process.host, []).append(process)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchbearer_ddp.errors import DesyncError, DistributedError
-from torchbearer_ddp.gradients.transports.hosts import Process
+from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
 from torchbearer_ddp.gradients.transports.interface import LINE_BYTES, Bucket
 from torchbearer_ddp.gradients.transports.segment import Segment
 from torchbearer_ddp.gradients.transports.semaphores import Signals
@@ -77,25 +77,23 @@ class Exchange:
     def begin(self, weight: float) -> None:
         """Signals that this rank's numbers are in place."""
         self._round += 1
-        self._stamps[self._ranks.me][:] = self._round, weight
+        stamp = self._stamps[self._ranks.me]
+        stamp[0], stamp[1] = self._round, weight
         self._ranks.arrivals.post()
         self._summed = False
 
-    def advance(self) -> bool:
-        """Sums this rank's slice if all have arrived: the sooner, the more is in the cache."""
-        if not self._summed and self._ranks.arrivals.collect():
+    def advance(self, wait: Wait | None = None) -> bool:
+        """Sums this rank's slice if the numbers of all ranks are in place, or waits for them.
+
+        Without a wait it returns False if some are missing. The sooner, the more is in the cache.
+        """
+        if not self._summed and self._ranks.arrivals.collect(wait):
             self._sum()
         return self._summed
 
-    def join(self, wait: Wait) -> None:
-        """Sums this rank's slice as soon as all have arrived."""
-        if not self._summed:
-            self._ranks.arrivals.collect(wait)
-            self._sum()
-
     def complete(self, wait: Wait) -> None:
         """Waits for the other ranks' slices."""
-        self.join(wait)
+        self.advance(wait)
         self._ranks.departures.collect(wait)
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
@@ -199,13 +197,7 @@ class SharedMemoryTransport:
     applies_weight = True
     _exchange: type[Exchange] = Exchange
 
-    def __init__(
-        self,
-        group: Group,
-        buckets: Sequence[Bucket],
-        by_host: list[list[Process]],
-        compress: str | None = None,
-    ) -> None:
+    def __init__(self, group: Group, buckets: Sequence[Bucket], by_host: Hosts) -> None:
         for owner, *_ in by_host:
             if owner.problem:
                 raise SegmentError(f"rank {owner.rank} {owner.problem}")

@@ -36,7 +36,7 @@ class TorchTransport:
         self.tensors = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in buckets]
         self._numels = [bucket.numel for bucket in buckets]
         self._sums = [
-            _sums_of_pieces(group.gradients, tensor, bucket.numel, compress)
+            _make_pieces(group.gradients, tensor, bucket.numel, compress)
             for tensor, bucket in zip(self.tensors, buckets, strict=True)
         ]
 
@@ -138,9 +138,7 @@ def piece_numel(dtype: torch.dtype) -> int:
     return PIECE_BYTES // dtype.itemsize
 
 
-def _sums_of_pieces(
-    channel: Any, tensor: torch.Tensor, numel: int, compress: str | None
-) -> list[Sum]:
+def _make_pieces(channel: Any, tensor: torch.Tensor, numel: int, compress: str | None) -> list[Sum]:
     """The sums of a bucket's pieces; the header travels with the last one."""
     # Rounding takes the processor's time, so it is done in pieces. Without it gloo is faster with
     # the whole bucket, and NCCL has streams of its own.
