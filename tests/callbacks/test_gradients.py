@@ -52,7 +52,7 @@ def on_two_ranks(body):
 
 
 class Chosen:
-    """What this rank's tests use unless they say otherwise."""
+    """The options of this rank's callbacks, unless a test gives others."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -494,7 +494,7 @@ def test_a_run_can_follow_a_stopped_one():
 
 
 def going_backward(backward, announced=True, **zero):
-    """A closure that goes backward in its own way, after on_criterion if announced."""
+    """A closure that runs a backward of its own, after on_criterion if announced."""
 
     def closure(state):
         state[torchbearer.OPTIMIZER].zero_grad(**zero)
@@ -511,7 +511,7 @@ def going_backward(backward, announced=True, **zero):
 
 
 def weights_after(world_batch, callbacks, take, closure=None):
-    """Trains on a fixed stream of samples, of which ``take`` says which are this rank's."""
+    """Trains on a fixed stream of samples, of which ``take`` selects this rank's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     generator = torch.Generator().manual_seed(1)
@@ -529,8 +529,8 @@ def weights_after(world_batch, callbacks, take, closure=None):
 def test_accumulated_batches_step_like_one_larger_batch():
     world = collectives.world_size()
     one_process = weights_after(24, [], slice(None))
-    own_way = going_backward(lambda loss, _: loss.backward(), announced=False)
-    for closure in (None, own_way):
+    unannounced = going_backward(lambda loss, _: loss.backward(), announced=False)
+    for closure in (None, unannounced):
         # On each of 2 ranks 12 batches of 4, or on each of 4 of 2: 4 steps an epoch.
         take = slice(collectives.rank(), None, world)
         mine = weights_after(8 // world, sync(accumulate=3), take, closure)
@@ -593,7 +593,7 @@ def test_gradients_that_are_zeroed_and_not_taken_away():
 
 
 @on_every_transport
-def test_gradients_that_lie_in_memory_in_another_way():
+def test_gradients_with_other_strides_than_their_parameters():
     def by_columns(loss, model):
         loss.backward()
         for layer in model:

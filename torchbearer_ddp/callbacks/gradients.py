@@ -1,4 +1,4 @@
-"""Equal replicas and averaged gradients: the heart of data-parallel training."""
+"""Averaged gradients, and the step at which all ranks stop."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class SyncGradients(OrderedCallback):
         bucket_mb: The size of a bucket in MiB; None for what suits the transport (25 for NCCL, else
             4).
         compress: ``'bf16'`` or ``'fp16'``: numbers travel between hosts in half precision, half the
-            bytes. They are still added in single precision, and rounded twice on their way; what
-            rounding takes away is not carried over to the next step (no error feedback). Ranks of
+            bytes. They are still added in single precision, and rounded twice; the rounding error
+            is not carried over to the next step (no error feedback). Ranks of
             one host share memory, where there is nothing to save.
         accumulate: Exchange gradients and step every so many batches, on their average: what one
             step with so many times the batch would do. The rest of an epoch makes a smaller one.
@@ -222,7 +222,7 @@ class SyncGradients(OrderedCallback):
         return self._reduction.reducer
 
     def _report(self, state: Any) -> RankReport:
-        """What this rank has to say to the others at this step."""
+        """What this rank reports to the others at this step."""
         signal = stop_request.requested() or 0
         report = RankReport(stop=self._asks_to_stop or signal > 0, signal=signal)
         report.wishes = sum(1 << number for number, poll in enumerate(self._polls) if poll())

@@ -56,9 +56,10 @@ def plan(
 
 
 def _default_bytes(device: torch.device) -> int:
-    """NCCL is slow to start and fast to run, gloo the other way round.
+    """25 MiB for NCCL, where starting a sum is expensive; else 4 MiB.
 
-    In shared memory one bucket is summed while the next is filled, and both fit the cache.
+    With gloo less is left to wait for after backward; in shared memory one bucket is summed while
+    the next is filled, and both fit the cache.
     """
     return (25 if device.type == "cuda" else 4) * _MIB
 

@@ -186,7 +186,7 @@ class Reducer:
         self._header.write(report, None if all(used) else used)
         weight = self._weight(report.batch_size)
         for index in range(sent, len(self._buckets)):
-            # One by one: the first is on its way while the next is filled.
+            # One by one: the first is already being summed while the next is filled.
             self._start(index, weight)
         for index in range(len(self._buckets)):
             self._transport.finish(index, wait)

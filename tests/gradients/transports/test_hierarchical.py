@@ -85,7 +85,7 @@ def test_half_precision_between_hosts_with_an_exact_header(compress):
                 assert tensor[-3:].tolist() == [4 * (40001.0 + step)] * 3
                 assert torch.allclose(tensor[:-3], torch.tensor(2.501), rtol=2**-7)
         assert all(is_equal_everywhere(tensor) for tensor in transport.tensors)
-        assert transport.tensors[2][0] != 2.501  # it was rounded on its way
+        assert transport.tensors[2][0] != 2.501  # it was rounded
 
     run_ranks(body, 4)
 
