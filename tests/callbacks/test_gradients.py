@@ -1,6 +1,8 @@
 """SyncGradients: the average on every rank, for every kind of parameter, and one stop for all."""
 
 import copy
+import gc
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -651,6 +653,22 @@ def test_a_gradient_is_in_its_bucket_before_the_next_appears():
     train(model, [SyncModel(), gradients, watch, remember], steps=3)
     # All but the one that appears last: the first layer's bias or its weight.
     assert placed[0] >= 13
+
+
+@on_two_ranks
+def test_shared_memory_is_released_at_the_end_of_a_run():
+    gc.collect()  # tests before this one may have failed runs to collect
+    mapped = []
+
+    @on_step_training
+    def look(state):
+        mapped.append("torchbearer_ddp" in Path("/proc/self/maps").read_text())
+
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+    train(model, [*sync(transport="shm", bucket_mb=1e-4), look])
+    assert mapped == [True] * 3
+    assert "torchbearer_ddp" not in Path("/proc/self/maps").read_text()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 class Backwards(nn.Module):

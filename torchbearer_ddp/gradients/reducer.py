@@ -110,12 +110,11 @@ class Reducer:
         return self._hooks.sent
 
     def close(self) -> None:
-        """Releases the buckets' memory; gradients that lie in it are copied out first."""
+        """Removes the hooks, and copies out the gradients that lie in the buckets."""
         for parameter, view in zip(self._dense, self._views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
         self._hooks.close()
-        self._transport.close()
 
     def begin(self, batch_size: int) -> None:
         """Announces a backward pass: from here on gradients are copied or sent as they appear."""

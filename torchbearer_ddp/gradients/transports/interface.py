@@ -43,7 +43,7 @@ class Transport(Protocol):
 
     Buckets are started in the same order on every rank and finished in that order. Between
     ``finish`` and the next ``start`` a bucket belongs to this rank alone: callbacks clip the
-    gradients in it, the optimizer reads them.
+    gradients in it, the optimizer reads them. The memory lives as long as a tensor over it.
     """
 
     name: str
@@ -66,8 +66,4 @@ class Transport(Protocol):
 
     def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket holds the weighted sum over all ranks."""
-        ...
-
-    def close(self) -> None:
-        """Releases the memory."""
         ...

@@ -39,13 +39,12 @@ class Signals:
     The n-th signal that a rank takes from another is the n-th that the other posted, so ranks that
     do the same things in the same order need no names for them.
 
-    Each rank's part of the segment has one semaphore for each other rank, :meth:`part_bytes` in
-    all from ``offset`` on. No rank may post before every rank has made its signals.
+    Each rank's part of the segment has one semaphore (32 bytes, on a cache line for itself) for
+    each rank, from ``offset`` on. No rank may post before every rank has made its signals.
     """
 
     def __init__(self, segment: Segment, offset: int, local: list[Process], me: int) -> None:
         self._segment = segment  # the semaphores live as long as it does
-        self._local = local
         library = ctypes.CDLL(None, use_errno=True)
         # These never block, so they need not release the interpreter's lock.
         quick = ctypes.PyDLL(None)
@@ -54,21 +53,17 @@ class Signals:
         def semaphore(owner: int, poster: int) -> ctypes.c_void_p:
             return ctypes.c_void_p(base + owner * segment.part_bytes + poster * LINE_BYTES)
 
-        self._peers = [index for index in range(len(local)) if index != me]
-        for peer in self._peers:
-            if library.sem_init(semaphore(me, peer), 1, 0) != 0:
+        others = [index for index in range(len(local)) if index != me]
+        for other in others:
+            if library.sem_init(semaphore(me, other), 1, 0) != 0:
                 raise OSError(ctypes.get_errno(), "sem_init failed")
+        self._posts = [partial(quick.sem_post, semaphore(other, me)) for other in others]
+        mine = [semaphore(me, other) for other in others]
+        takes = [partial(quick.sem_trywait, each) for each in mine]
+        sleeps = [_sleeper(library, each) for each in mine]
+        #: For each other rank: how to take its signal, how to wait for it, and its process.
+        self._peers = [*zip(takes, sleeps, [local[other] for other in others], strict=True)]
         self._missing = self._peers.copy()
-        self._posts = [partial(quick.sem_post, semaphore(peer, me)) for peer in self._peers]
-        self._takes = {
-            peer: partial(quick.sem_trywait, semaphore(me, peer)) for peer in self._peers
-        }
-        self._sleeps = {peer: _sleeper(library, semaphore(me, peer)) for peer in self._peers}
-
-    @staticmethod
-    def part_bytes(ranks: int) -> int:
-        """The room in each rank's part: a semaphore (32 bytes) has a cache line for itself."""
-        return ranks * LINE_BYTES
 
     def post(self) -> None:
         """Signals every other rank."""
@@ -81,39 +76,40 @@ class Signals:
         What was taken before it gave up counts the next time.
         """
         while self._missing:
-            peer = self._missing[-1]
-            if self._takes[peer]() != 0:
+            take, sleep, process = self._missing[-1]
+            if take() != 0:
                 if wait is None:
                     return False
-                self._wait(peer, wait)
+                _wait_for_signal(take, sleep, process, wait)
             self._missing.pop()
         self._missing = self._peers.copy()
         return True
 
-    def _wait(self, peer: int, wait: Wait) -> None:
-        """Waits for a signal of another rank, and takes it.
 
-        Raises:
-            PeerLost: If the other rank has ended, or did not come within the timeout.
-            DesyncError: If the other rank waits for something else.
-        """
-        take, sleep = self._takes[peer], self._sleeps[peer]
-        now = time.monotonic()
-        until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
-        while time.monotonic() < until:
-            os.sched_yield()
-            if take() == 0:
+def _wait_for_signal(
+    take: Callable[[], int], sleep: Callable[[], bool], process: Process, wait: Wait
+) -> None:
+    """Waits for a signal of another rank, and takes it.
+
+    Raises:
+        PeerLost: If the other rank has ended, or did not come within the timeout.
+        DesyncError: If the other rank waits for something else.
+    """
+    now = time.monotonic()
+    until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
+    while time.monotonic() < until:
+        os.sched_yield()
+        if take() == 0:
+            return
+    while not sleep():
+        if not process.alive():
+            if take() == 0:  # it posted before it ended
                 return
-        while not sleep():
-            process = self._local[peer]
-            if not process.alive():
-                if take() == 0:  # it posted before it ended
-                    return
-                cause = ProcessLookupError(f"rank {process.rank}, process {process.pid}, has ended")
-                raise wait.connection_error(cause, lost=process.rank)
-            if time.monotonic() >= next_poll:
-                wait.poll()
-                next_poll = time.monotonic() + POLL_SECONDS
+            cause = ProcessLookupError(f"rank {process.rank}, process {process.pid}, has ended")
+            raise wait.connection_error(cause, lost=process.rank)
+        if time.monotonic() >= next_poll:
+            wait.poll()
+            next_poll = time.monotonic() + POLL_SECONDS
 
 
 def _sleeper(library: ctypes.CDLL, semaphore: ctypes.c_void_p) -> Callable[[], bool]:

@@ -38,7 +38,7 @@ class LocalRanks:
         self.local = local
         self.size = len(local)
         self.me = [process.rank for process in local].index(group.member.rank)
-        signal_bytes = Signals.part_bytes(self.size)
+        signal_bytes = LINE_BYTES * self.size
         #: Where the part of a rank has room for the buckets.
         self.offset = 2 * signal_bytes
         self.segment = Segment(local[0], self.me, self.size, self.offset + part_bytes)
@@ -233,9 +233,3 @@ class SharedMemoryTransport:
     def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket, the oldest that is not finished, holds the sum."""
         self._begun.popleft().complete(wait)
-
-    def close(self) -> None:
-        """Drops the references to the memory, which lives as long as a tensor over it."""
-        self._exchanges, self.tensors = [], []
-        self._begun.clear()
-        del self._ranks

@@ -54,10 +54,6 @@ class TorchTransport:
         for each in self._sums[index]:
             each.finish(wait)
 
-    def close(self) -> None:
-        """Drops the references to the buckets."""
-        self.tensors, self._sums = [], []
-
 
 class Sum:
     """Sums one tensor over the ranks of a channel in place: start, advance and finish, in order."""
