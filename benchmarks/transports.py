@@ -16,40 +16,40 @@ import torch
 
 from torchbearer_ddp import add_arguments, run_distributed
 from torchbearer_ddp.gradients.transports.choose import choose
+from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.group import membership
 from torchbearer_ddp.group.waiting import Wait
 
 SIZES = (1_000, 64_000, 256_000, 4_000_000, 16_000_000, 40_000_000)
 NAMES = ("gloo", "shm")
-CPU = torch.device("cpu")
 
 
 def measure(sizes, rounds, seconds):
     """Seconds per sum by size in bytes and transport: one figure per round."""
     group = membership.current()
-    transports = {name: choose(group, name, CPU)[0] for name in NAMES}
+    buckets = [Bucket(torch.float32, torch.device("cpu"), size // 4) for size in sizes]
+    transports = {name: choose(group, name, buckets)[0] for name in NAMES}
     found = {}
-    for size in sizes:
-        buckets = {n: t.allocate(size // 4, torch.float32, CPU) for n, t in transports.items()}
+    for index, size in enumerate(sizes):
         repeats = max(3, min(1000, int(seconds / (4e-5 + size * 1e-9))))
         times = {name: [] for name in NAMES}
         for _ in range(rounds + 1):
             for name, transport in transports.items():
-                times[name].append(sum_repeatedly(group, transport, buckets[name], repeats))
+                times[name].append(sum_repeatedly(group, transport, index, repeats))
         found[size] = {name: each[1:] for name, each in times.items()}  # the first one warms up
     return found
 
 
-def sum_repeatedly(group, transport, bucket, repeats):
+def sum_repeatedly(group, transport, index, repeats):
     weight = 1 / group.member.world_size
     wait = Wait(group, "a bucket")
-    bucket.fill_(1.0)
-    transport.start(bucket, weight)
-    transport.finish(bucket, wait)
+    transport.tensors[index].fill_(1.0)
+    transport.start(index, weight)
+    transport.finish(index, wait)
     started = time.perf_counter()
     for _ in range(repeats):
-        transport.start(bucket, weight)
-        transport.finish(bucket, wait)
+        transport.start(index, weight)
+        transport.finish(index, wait)
     return (time.perf_counter() - started) / repeats
 
 

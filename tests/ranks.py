@@ -13,6 +13,7 @@ deadline, whatever they do. Fixtures are passed on to every rank, so they must b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from typing import Any
 import cloudpickle
 
 from torchbearer_ddp.data import randomness
-from torchbearer_ddp.group import rendezvous
+from torchbearer_ddp.group import membership, rendezvous, stop_request
 from torchbearer_ddp.group.join import join, leave
 from torchbearer_ddp.group.membership import Member
 
@@ -99,6 +100,108 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+class RankPool:
+    """Ranks that run one function after another, which saves a launch for each.
+
+    After a function has failed, or has left the group broken, the next one gets new ranks.
+
+    Args:
+        world_size: The number of ranks.
+        prepare: Called on every rank before each function.
+        group_timeout: The timeout of the group that the ranks join.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        group_timeout: float = 30.0,
+    ) -> None:
+        self._world_size = world_size
+        self._prepare = prepare
+        self._group_timeout = group_timeout
+        self._store: Any = None
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        """Runs a function on every rank and returns what they returned, by rank."""
+        if not self._pipes:
+            self._start()
+        payload = cloudpickle.dumps((self._prepare, body, args, kwargs or {}))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(payload)
+            found = _collect(self._pipes, time.monotonic() + timeout, timeout)
+        except BaseException:
+            self.close(seconds=0)
+            raise
+        if any(broken for _, broken in found):
+            self.close()
+        return [result for result, _ in found]
+
+    def close(self, seconds: float = _GRACE_SECONDS) -> None:
+        """Ends the ranks, which have so many seconds for it."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(seconds)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._store, self._processes, self._pipes = None, [], []
+
+    def _start(self) -> None:
+        self._store = rendezvous.serve_store("127.0.0.1", 0, self._group_timeout)
+        for rank in range(self._world_size):
+            ours, theirs = _context.Pipe()
+            member = Member(
+                rank, self._world_size, rank, self._world_size, timeout=self._group_timeout, seed=0
+            )
+            process = _context.Process(
+                target=_serve, args=(member, self._store.port, theirs), name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(member: Member, port: int, pipe: Connection) -> None:
+    try:
+        seed = join(member, "127.0.0.1", port)
+        group = membership.current()
+        assert group is not None
+        with contextlib.suppress(EOFError):  # the pool is closed
+            while True:
+                prepare, body, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
+                group.rng_diverged = group.past_first_step = False
+                stop_request.reset()
+                randomness.seed_all(seed)
+                prepare()
+                result = body(*args, **kwargs)
+                pipe.send((True, cloudpickle.dumps((result, group.broken))))
+        leave()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        pipe.close()
+        os._exit(1)
 
 
 def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:

@@ -6,8 +6,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 
-from tests.callbacks.test_gradients import TRANSPORTS
-from tests.gradients.transports.test_hierarchical import play_hosts
 from tests.ranks import run_ranks
 from torchbearer_ddp.callbacks.parallel import data_parallel
 from torchbearer_ddp.group import collectives
@@ -63,15 +61,9 @@ def test_ranks_end_where_one_process_ends(world_size, optimizer_name):
         assert result["predicted"].shape == (103, 4)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_ends_there(transport):
-    world_size, layout = TRANSPORTS[transport]
-
-    def on_a_rank():
-        play_hosts(layout)
-        return train_and_predict("momentum", transport)
-
+def test_every_transport_ends_there(transport_ranks):
+    transport, pool = transport_ranks
     alone = train_and_predict("momentum")
-    for result in run_ranks(on_a_rank, world_size):
+    for result in pool.run(train_and_predict, ("momentum", transport)):
         for mine, one in zip(result["parameters"], alone["parameters"], strict=True):
             assert (mine - one).abs().max() <= 1e-6

@@ -1,6 +1,8 @@
 """SyncGradients: the average on every rank, for every kind of parameter, and one stop for all."""
 
 import copy
+import gc
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -16,15 +18,11 @@ from torchbearer.callbacks import (
     on_step_training,
 )
 
-from tests.gradients.transports.test_hierarchical import play_hosts
-from tests.ranks import ranks, run_ranks
+from tests.ranks import ranks
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.group import collectives
-
-#: By transport the number of ranks it takes, and the hosts that one machine plays for them.
-TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
+from torchbearer_ddp.group import collectives, membership, stop_request
 
 
 def on_every_transport(body):
@@ -33,22 +31,30 @@ def on_every_transport(body):
     A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
     """
 
-    def on_a_rank(transport, layout):
-        play_hosts(layout)
+    def on_a_rank(transport):
         Chosen.options = {"transport": transport, "bucket_mb": 1e-4}
         body()
 
-    @pytest.mark.parametrize("transport", TRANSPORTS)
-    def test(transport):
-        world_size, layout = TRANSPORTS[transport]
-        run_ranks(on_a_rank, world_size, (transport, layout))
+    def test(transport_ranks):
+        transport, pool = transport_ranks
+        pool.run(on_a_rank, (transport,))
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+def on_two_ranks(body):
+    """Runs a test on two ranks of one host, with the defaults."""
+
+    def test(two_ranks):
+        two_ranks.run(body)
 
     test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
 
 
 class Chosen:
-    """What this rank's tests use unless they say otherwise."""
+    """The options of this rank's callbacks, unless a test gives others."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -277,7 +283,7 @@ def test_weighted_by_batch_size():
     assert gradient(True) == pytest.approx(-4.0)  # (1 * -10 + 3 * -2) / 4
 
 
-@ranks(2)
+@on_two_ranks
 def test_clipping_sees_the_average_wherever_it_stands_in_the_list():
     def last_weights(callbacks):
         torch.manual_seed(0)
@@ -290,7 +296,7 @@ def test_clipping_sees_the_average_wherever_it_stands_in_the_list():
     assert torch.equal(first, last)
 
 
-@ranks(2)
+@on_two_ranks
 def test_an_optimizer_that_calls_the_closure_more_than_once():
     class Twice(torch.optim.SGD):
         def step(self, closure=None):
@@ -303,7 +309,7 @@ def test_an_optimizer_that_calls_the_closure_more_than_once():
     assert_replicas_equal(model)
 
 
-@ranks(2)
+@on_two_ranks
 def test_lbfgs_decides_alike_on_every_rank():
     model = nn.Linear(6, 2)
 
@@ -322,7 +328,7 @@ def test_lbfgs_decides_alike_on_every_rank():
     assert_replicas_equal(model)
 
 
-@ranks(2)
+@on_two_ranks
 def test_a_closure_without_on_backward_is_named():
     def closure(state):
         state[torchbearer.OPTIMIZER].zero_grad()
@@ -333,7 +339,7 @@ def test_a_closure_without_on_backward_is_named():
         train(nn.Linear(6, 2), sync(), closure=closure)
 
 
-@ranks(2)
+@on_two_ranks
 def test_a_model_wrapped_in_ddp_is_reduced_by_ddp_alone():
     model = nn.parallel.DistributedDataParallel(nn.Linear(6, 2))
     gradients, ours = SyncGradients(), []
@@ -341,14 +347,14 @@ def test_a_model_wrapped_in_ddp_is_reduced_by_ddp_alone():
     @on_step_training
     def look(state):
         # A second average would change nothing: what counts is that there is none to make.
-        ours.append(len(gradients._reducer._dense))
+        ours.append(gradients.reducer.parameters)
 
     train(model, [SyncModel(), gradients, look], steps=3)
     assert ours == [0, 0, 0]
     assert_replicas_equal(model)
 
 
-@ranks(2)
+@on_two_ranks
 def test_parameters_that_only_the_optimizer_knows_are_averaged_too():
     model = nn.Linear(6, 2)
     scale = nn.Parameter(torch.full((1,), 1.0 + collectives.rank()))
@@ -407,7 +413,73 @@ def test_a_stop_at_the_last_step_or_at_the_end_of_an_epoch():
     assert len(trial.state[torchbearer.HISTORY]) == 2
 
 
-@ranks(2)
+class Wisher(Callback):
+    """Wishes at some batches, on some ranks, and notes at each batch what was granted."""
+
+    def __init__(self, gradients, at, on=(1,)):
+        self.gradients, self.at, self.on = gradients, at, on
+        self.batch = 0
+        self.granted, self.signals = [], []
+        self.wish = gradients.register_wish(
+            lambda: self.batch in self.at and collectives.rank() in self.on
+        )
+
+    def on_sample(self, state):
+        self.batch = state[torchbearer.BATCH]
+        assert not self.gradients.granted(self.wish)
+
+    def on_end_training(self, state):
+        self.signals.append(self.gradients.stop_signal)
+
+    def on_step_training(self, state):
+        # Registered after SyncGradients, and called before it: the exchange is over all the same.
+        self.granted.append(self.gradients.granted(self.wish))
+        self.signals.append(self.gradients.stop_signal)
+
+
+@on_every_transport
+def test_a_wish_of_any_rank_is_granted_on_all_at_the_same_step():
+    model, gradients = sync()
+    first, second = Wisher(gradients, at=(1, 4)), Wisher(gradients, at=(1, 2), on=(0, 1))
+    train(nn.Linear(6, 2), [first, model, gradients, second], steps=5, epochs=2)
+    assert first.granted == [False, True, False, False, True] * 2
+    assert second.granted == [False, True, True, False, False] * 2
+    assert first.signals == [0] * 12
+
+
+@on_two_ranks
+def test_no_wish_is_granted_while_gradients_are_held():
+    model, gradients = sync(accumulate=3)
+    wisher = Wisher(gradients, at=(0, 1, 2, 3, 4, 6))
+    train(nn.Linear(6, 2), [model, gradients, wisher], steps=7)
+    assert wisher.granted == [False, False, True, False, False, False, True]
+
+
+@on_two_ranks
+def test_all_ranks_know_the_signal_that_stops_them():
+    model, gradients = sync()
+
+    @on_step_training
+    def receive(state):
+        if collectives.rank() == 1 and state[torchbearer.BATCH] == 1:
+            stop_request.request(15)
+
+    wisher = Wisher(gradients, at=())
+    train(nn.Linear(6, 2), [receive, model, gradients, wisher], steps=5)
+    assert wisher.signals == [0, 0, 15, 15]
+
+
+def test_wishes_in_a_single_process():
+    gradients = SyncGradients()
+    wisher = Wisher(gradients, at=(1,), on=(0,))
+    train(nn.Linear(6, 2), [wisher, gradients], steps=3)
+    assert wisher.granted == [False, True, False]
+    with pytest.raises(ValueError, match="register_wish was called 20 times before"):
+        for _ in range(20):
+            gradients.register_wish(bool)
+
+
+@on_two_ranks
 def test_a_run_can_follow_a_stopped_one():
     @on_step_training
     def stop_first_epoch(state):
@@ -424,7 +496,7 @@ def test_a_run_can_follow_a_stopped_one():
 
 
 def going_backward(backward, announced=True, **zero):
-    """A closure that goes backward in its own way, after on_criterion if announced."""
+    """A closure that runs a backward of its own, after on_criterion if announced."""
 
     def closure(state):
         state[torchbearer.OPTIMIZER].zero_grad(**zero)
@@ -441,7 +513,7 @@ def going_backward(backward, announced=True, **zero):
 
 
 def weights_after(world_batch, callbacks, take, closure=None):
-    """Trains on a fixed stream of samples, of which ``take`` says which are this rank's."""
+    """Trains on a fixed stream of samples, of which ``take`` selects this rank's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     generator = torch.Generator().manual_seed(1)
@@ -459,8 +531,8 @@ def weights_after(world_batch, callbacks, take, closure=None):
 def test_accumulated_batches_step_like_one_larger_batch():
     world = collectives.world_size()
     one_process = weights_after(24, [], slice(None))
-    own_way = going_backward(lambda loss, _: loss.backward(), announced=False)
-    for closure in (None, own_way):
+    unannounced = going_backward(lambda loss, _: loss.backward(), announced=False)
+    for closure in (None, unannounced):
         # On each of 2 ranks 12 batches of 4, or on each of 4 of 2: 4 steps an epoch.
         take = slice(collectives.rank(), None, world)
         mine = weights_after(8 // world, sync(accumulate=3), take, closure)
@@ -483,7 +555,7 @@ def test_accumulation_in_a_single_process_and_with_a_rest():
     assert torch.allclose(accumulated, flat(model), atol=1e-6)
 
 
-@ranks(2)
+@on_two_ranks
 def test_a_stop_asked_for_while_gradients_are_held():
     @on_step_training
     def stop(state):
@@ -523,7 +595,7 @@ def test_gradients_that_are_zeroed_and_not_taken_away():
 
 
 @on_every_transport
-def test_gradients_that_lie_in_memory_in_another_way():
+def test_gradients_with_other_strides_than_their_parameters():
     def by_columns(loss, model):
         loss.backward()
         for layer in model:
@@ -548,33 +620,55 @@ def test_gradients_that_are_differentiated_again():
 
 
 def on_gradients_of(layers, gradients, note):
-    """A callback that notes the reducer, once there is one, whenever a layer's gradient appears."""
+    """Calls a function whenever a layer's gradient appears, after the first step."""
     hooks = []
 
     @on_criterion
     def watch(state):
-        if gradients._reducer is not None and not hooks:
+        if gradients.reducer and not hooks:
             hooks.extend(
-                layer.weight.register_post_accumulate_grad_hook(lambda _: note(gradients._reducer))
+                layer.weight.register_post_accumulate_grad_hook(lambda _: note())
                 for layer in layers
             )
 
     return watch
 
 
-@ranks(2)
+@on_two_ranks
 def test_a_gradient_is_in_its_bucket_before_the_next_appears():
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
     gradients = SyncGradients(transport="shm", bucket_mb=1e-4)
-    placed = []
+    places, placed = {}, []
 
-    def note(reducer):
-        placed.extend(any(p.grad is view for view in reducer._views) for p in model.parameters())
+    @on_step_training
+    def remember(state):
+        # After a step each gradient is a view into its bucket.
+        places.update((p, p.grad.data_ptr()) for p in model.parameters())
+
+    def note():
+        found = [p for p in model.parameters() if p.grad is not None]
+        placed.append(sum(p.grad.data_ptr() == places[p] for p in found))
 
     watch = on_gradients_of([model[0]], gradients, note)
-    train(model, [SyncModel(), gradients, watch], steps=3)
+    train(model, [SyncModel(), gradients, watch, remember], steps=3)
     # All but the one that appears last: the first layer's bias or its weight.
-    assert sum(placed[:14]) >= 13
+    assert placed[0] >= 13
+
+
+@on_two_ranks
+def test_shared_memory_is_released_at_the_end_of_a_run():
+    gc.collect()  # tests before this one may have failed runs to collect
+    mapped = []
+
+    @on_step_training
+    def look(state):
+        mapped.append("torchbearer_ddp" in Path("/proc/self/maps").read_text())
+
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
+    train(model, [*sync(transport="shm", bucket_mb=1e-4), look])
+    assert mapped == [True] * 3
+    assert "torchbearer_ddp" not in Path("/proc/self/maps").read_text()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 class Backwards(nn.Module):
@@ -590,15 +684,14 @@ class Backwards(nn.Module):
         return x
 
 
-@ranks(2)
+@on_two_ranks
 def test_buckets_follow_the_order_in_which_gradients_appear():
     model = Backwards()
     gradients = SyncGradients(transport="gloo", bucket_mb=1e-4)
     sent = []
 
-    def note(reducer):
-        # How many buckets are on their way when the layer's gradient appears.
-        sent.append(reducer._sends._sent)
+    def note():
+        sent.append(gradients.reducer.buckets_sent)
 
     watch = on_gradients_of(model.layers, gradients, note)
     train(model, [SyncModel(), gradients, watch], steps=3)
@@ -607,7 +700,31 @@ def test_buckets_follow_the_order_in_which_gradients_appear():
     assert_replicas_equal(model)
 
 
-@ranks(2)
+@on_every_transport
+def test_the_first_step_needs_few_exchanges_however_many_buckets_there_are():
+    class Counter(Callback):
+        def on_criterion(self, state):
+            self.before = membership.current().sequence
+
+        def on_backward(self, state):
+            self.exchanges.append(membership.current().sequence - self.before)
+
+    def exchanges(bucket_mb):
+        model, counter = nn.Sequential(*[nn.Linear(6, 6) for _ in range(60)]), Counter()
+        counter.exchanges = []
+        model.append(nn.Linear(6, 2))
+        train(model, [*sync(bucket_mb=bucket_mb), counter], steps=3)
+        return counter.exchanges
+
+    one, many = exchanges(bucket_mb=100), exchanges(bucket_mb=1e-5)
+    # What is trained (too long for one message), the transport with its buckets (likewise), the
+    # shared memory, the channels between hosts, and then the gradients.
+    assert one[1:] == many[1:] == [1, 1]
+    assert one[0] <= 6
+    assert many[0] <= one[0] + 1
+
+
+@on_two_ranks
 def test_another_model_after_a_run_that_failed_in_its_first_backward():
     def fail(_):
         raise ValueError("no gradient today")

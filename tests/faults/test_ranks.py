@@ -19,9 +19,7 @@ TRAINING = str(Path(__file__).with_name("training.py"))
 BOUND = 8.0
 HOST = socket.gethostname()
 #: What comes before the fault, or is torchrun's own.
-PREAMBLE = re.compile(
-    r", gloo on cpu|gradients travel through|torch/distributed/|OMP_NUM_THREADS|^\*+$|^$"
-)
+PREAMBLE = re.compile(r", gloo on cpu|gradients: |torch/distributed/|OMP_NUM_THREADS|^\*+$|^$")
 
 
 class Run:

@@ -14,11 +14,7 @@ import torchbearer
 
 
 class Accumulation:
-    """Holds gradients until enough batches are done, then lets their average pass.
-
-    Args:
-        batches: How many batches make one step.
-    """
+    """Holds gradients until so many batches are done, then lets their average pass."""
 
     def __init__(self, batches: int) -> None:
         if batches < 1:
@@ -33,11 +29,7 @@ class Accumulation:
         return self._done > 0
 
     def goes_on(self, state: Any) -> bool:
-        """True if the gradients of this batch wait for the next one.
-
-        Args:
-            state: The state of the running Trial.
-        """
+        """True if the gradients of this batch wait for those of the next one."""
         batch: int = state[torchbearer.BATCH] + 1
         return batch % self._batches != 0 and bool(batch != state[torchbearer.STEPS])
 
@@ -48,32 +40,18 @@ class Accumulation:
         self._held = []
 
     def hold(self, state: Any) -> bool:
-        """Takes this batch's gradients away, or makes their average ready for the step.
-
-        Args:
-            state: The state of the running Trial.
-
-        Returns:
-            True if they were taken away.
-        """
+        """Takes this batch's gradients away and returns True, or makes their average ready."""
         if self._batches == 1:
             return False
         for parameter, gradient in self._held:  # a closure that does not call on_criterion
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._held = []
+        groups = state[torchbearer.OPTIMIZER].param_groups
+        trained = [(p, p.grad) for g in groups for p in g["params"] if p.grad is not None]
         self._done += 1
-        trained = [
-            (p, p.grad)
-            for group in state[torchbearer.OPTIMIZER].param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        if self.goes_on(state):
-            self._held = trained
-            for parameter, _ in trained:
-                parameter.grad = None
-            return True
+        waits = self.goes_on(state)
+        self._held = trained if waits else []
         for parameter, gradient in trained:
-            parameter.grad = gradient / self._done
-        self._done = 0
-        return False
+            parameter.grad = None if waits else gradient / self._done
+        if not waits:
+            self._done = 0
+        return waits

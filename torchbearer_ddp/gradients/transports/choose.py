@@ -1,50 +1,46 @@
-"""Which transport carries the gradients, and the one line that says why."""
+"""Which transport carries the gradients, and the one line that gives the reason."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from torchbearer_ddp.errors import DistributedError
-from torchbearer_ddp.gradients.transports import hosts
+from torchbearer_ddp.gradients.transports import hosts, segment
 from torchbearer_ddp.gradients.transports.hierarchical import HierarchicalTransport
-from torchbearer_ddp.gradients.transports.hosts import Process
-from torchbearer_ddp.gradients.transports.interface import Transport
-from torchbearer_ddp.gradients.transports.segment import SegmentError, share
-from torchbearer_ddp.gradients.transports.shared_memory import SharedMemoryTransport
+from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
+from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
+from torchbearer_ddp.gradients.transports.shared_memory import SegmentError, SharedMemoryTransport
 from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
 
-TRANSPORTS = ("auto", "gloo", "nccl", "shm", "hierarchical")
-_WORDS = {
+_TITLES = {
     "gloo": "gloo",
     "nccl": "NCCL",
     "shm": "shared memory",
-    "hierarchical": "shared memory inside each host and gloo between hosts",
+    "hierarchical": "shared memory inside each host, gloo between hosts",
 }
+TRANSPORTS = ("auto", *_TITLES)
 
 
 def choose(
-    group: Group,
-    requested: str,
-    device: torch.device,
-    nbytes: int = 0,
-    compress: str | None = None,
+    group: Group, requested: str, buckets: Sequence[Bucket], compress: str | None = None
 ) -> tuple[Transport, str]:
-    """Chooses a transport; collective, and the same choice on every rank.
+    """Makes the transport for these buckets; collective, and the same choice on every rank.
 
     Args:
         group: The group of all ranks.
         requested: One of :data:`TRANSPORTS`.
-        device: Where the gradients live.
-        nbytes: How much each rank is going to allocate: shared memory must have room for it.
+        buckets: What it is to sum, the same on every rank.
         compress: What travels between hosts instead of single precision, or None.
 
     Returns:
-        The transport, and the line that rank zero tells the user.
+        The transport, and the line that rank zero shows the user.
 
     Raises:
         ValueError: If there is no such transport.
+        DesyncError: On every rank, if the ranks differ in what they ask for.
         DistributedError: On every rank, if the requested one is not possible here.
     """
     if requested not in TRANSPORTS:
@@ -52,46 +48,55 @@ def choose(
             f"transport is {requested!r}, which does not exist: it is one of "
             f"{', '.join(map(repr, TRANSPORTS))}."
         )
-    collectives.agree(
-        {"transport": requested, "device": device.type},
-        "the way of the gradients",
-        "Give every rank the same transport and the same kind of device.",
-    )
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    by_host = hosts.by_host(hosts.gather())
-    best, because = _best(by_host, device, backend)
-    wanted = best if requested == "auto" or group.member.world_size == 1 else requested
+    device = next((b.device.type for b in buckets if b.device.type != "cpu"), "cpu")
+    backend = "nccl" if device == "cuda" else "gloo"
+    # The memory is offered before it is known whether it is needed: it has no size yet, and its
+    # descriptor travels with the rest instead of in an exchange of its own.
+    with segment.offered() as (memory, problem):
+        sizes = {f"bucket {index}": bucket.describe() for index, bucket in enumerate(buckets)}
+        everyone = collectives.agree(
+            {"transport": requested, "compress": compress, **sizes},
+            "the transport of the gradients",
+            "Build the same model on every rank, and give every rank the same options.",
+            extra=asdict(Process.current(group.member.rank, memory, problem)),
+        )
+        by_host = hosts.by_host([Process(**each) for each in everyone])
+        best, reason = _best(by_host, device, backend)
+        wanted = best if requested == "auto" or len(everyone) == 1 else requested
+        if wanted == best != backend:
+            try:
+                shared = (
+                    SharedMemoryTransport(group, buckets, by_host)
+                    if len(by_host) == 1
+                    else HierarchicalTransport(group, buckets, by_host, compress)
+                )
+                return shared, _line(best, reason)
+            except SegmentError as error:
+                reason = str(error)
     if wanted == backend:
-        why = because if requested in ("auto", best) else "as requested"
-        return TorchTransport(group, backend, compress), _line(backend, why)
-    problem = because
-    if wanted == best:
-        try:
-            return _shared(group, by_host, nbytes, compress), _line(wanted, because)
-        except SegmentError as error:
-            problem = str(error)
-    if requested != "auto":
+        reason = reason if wanted == best else "as requested"
+    elif requested == "auto":
+        reason = f"not {wanted}: {reason}"
+    else:
         raise DistributedError(
-            f"transport={requested!r} is not possible: {problem}. Use transport='auto', which "
+            f"transport={requested!r} is not possible here ({reason}). Use transport='auto', which "
             f"falls back to {backend} where it must."
         )
-    return TorchTransport(group, backend, compress), _line(
-        backend, f"not {wanted}, since {problem}"
-    )
+    return TorchTransport(group, buckets, backend, compress), _line(backend, reason)
 
 
-def _best(by_host: list[list[Process]], device: torch.device, backend: str) -> tuple[str, str]:
-    """The fastest transport for ranks on these hosts, and why."""
+def _best(by_host: Hosts, device: str, backend: str) -> tuple[str, str]:
+    """The fastest transport for ranks on these hosts, and the reason."""
     counts = [len(local) for local in by_host]
     machines = {process.machine for local in by_host for process in local}
     if sum(counts) == 1:
         return backend, "there is only one rank"
-    if device.type != "cpu":
-        return backend, f"the gradients are on {device.type}"
+    if device != "cpu":
+        return backend, f"the gradients are on {device}"
     if len(machines) > 1:
         return backend, f"the ranks differ in architecture: {'; '.join(sorted(machines))}"
     if len(counts) == 1:
-        return "shm", f"all {counts[0]} ranks run on one host"
+        return "shm", f"{counts[0]} ranks on one host"
     if max(counts) == 1:
         return backend, f"each of the {len(counts)} hosts has one rank"
     if len(set(counts)) > 1:
@@ -99,16 +104,5 @@ def _best(by_host: list[list[Process]], device: torch.device, backend: str) -> t
     return "hierarchical", f"each of the {len(counts)} hosts has {counts[0]} ranks"
 
 
-def _shared(
-    group: Group, by_host: list[list[Process]], nbytes: int, compress: str | None
-) -> Transport:
-    ranks = [[process.rank for process in local] for local in by_host]
-    local = next(local for local, on in zip(by_host, ranks, strict=True) if group.member.rank in on)
-    share(local, nbytes)  # only to see that there is room: a bucket would find out too late
-    if len(by_host) == 1:
-        return SharedMemoryTransport(group, local)
-    return HierarchicalTransport(group, by_host, local, compress)
-
-
-def _line(name: str, because: str) -> str:
-    return f"gradients travel through {_WORDS[name]}: {because}"
+def _line(name: str, reason: str) -> str:
+    return f"gradients: {_TITLES[name]} ({reason})"

@@ -1,29 +1,27 @@
-"""Who shares memory with this rank: the ranks of one host, and whether they still live."""
+"""Which ranks share a host, and so can share memory; and whether their processes are alive."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchbearer_ddp.group import collectives
-
-#: Set on some ranks of a test to let one machine play several hosts.
+#: Set on some ranks of a test to let one machine act as several hosts.
 HOST_ID_VARIABLE = "TORCHBEARER_DDP_HOST_ID"
 
 
 @dataclass(frozen=True)
 class Process:
-    """One rank's process, as the other ranks of its host see it.
+    """One rank's process, as the other ranks see it.
 
-    Args:
-        rank: Its rank in the world.
-        host: What :func:`host_id` says there.
-        pid: Its process id.
+    Attributes:
+        host: The :func:`host_id` there.
         started: When it started, in the kernel's ticks: a recycled process id has another.
         machine: The architecture and byte order.
+        memory: The file descriptor of the memory that it offers to its host, or -1.
+        problem: Why it could not offer memory, or empty.
     """
 
     rank: int
@@ -31,10 +29,23 @@ class Process:
     pid: int
     started: int
     machine: str
+    memory: int = -1
+    problem: str = ""
+
+    @classmethod
+    def current(cls, rank: int, memory: int = -1, problem: str = "") -> Process:
+        """This process."""
+        machine = f"{platform.machine()}, {sys.byteorder} endian"
+        started = start_time(os.getpid()) or 0
+        return cls(rank, host_id(), os.getpid(), started, machine, memory, problem)
 
     def alive(self) -> bool:
         """False once the process has ended (also if its parent has not noticed yet)."""
         return self.started == start_time(self.pid)
+
+
+#: The processes of each host, in rank order; the hosts in the order of their first rank.
+Hosts = list[list[Process]]
 
 
 def host_id() -> str:
@@ -62,21 +73,8 @@ def start_time(pid: int) -> int | None:
     return None if state in (b"Z", b"X") else int(started)
 
 
-def gather() -> list[Process]:
-    """Every rank's process, by rank; collective."""
-    mine = Process(
-        rank=collectives.rank(),
-        host=host_id(),
-        pid=os.getpid(),
-        started=start_time(os.getpid()) or 0,
-        machine=f"{platform.machine()}, {sys.byteorder} endian",
-    )
-    found = collectives.all_gather(asdict(mine), "which rank runs on which host")
-    return [Process(**each) for each in found]
-
-
-def by_host(processes: list[Process]) -> list[list[Process]]:
-    """The processes of each host, in rank order; the hosts in the order of their first rank."""
+def by_host(processes: list[Process]) -> Hosts:
+    """The processes of all ranks, given in rank order, by their host."""
     hosts: dict[str, list[Process]] = {}
     for process in processes:
         hosts.setdefault(process.host, []).append(process)

@@ -1,57 +1,69 @@
-"""What the reducer asks of a transport: a place for a bucket, and the sum of it over all ranks."""
+"""What the reducer asks of a transport: places for all buckets, and the sum of each over ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from torchbearer_ddp.group.waiting import Wait
 
+#: What ranks write at the same time lies on cache lines of its own.
+LINE_BYTES = 64
+
+
+@dataclass
+class Bucket:
+    """One flat tensor to sum.
+
+    Attributes:
+        numel: The number of elements, without the header.
+        header: The number of elements after those, which are summed without weights.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    numel: int = 0
+    header: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of elements with the header."""
+        return self.numel + self.header
+
+    def describe(self) -> str:
+        """What must be the same on every rank."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.numel} + {self.header} elements of {dtype} on {self.device.type}"
+
 
 class Transport(Protocol):
-    """Sums flat tensors over all ranks, in place.
+    """Sums a fixed list of buckets over all ranks, in place.
 
     Buckets are started in the same order on every rank and finished in that order. Between
     ``finish`` and the next ``start`` a bucket belongs to this rank alone: callbacks clip the
-    gradients in it, the optimizer reads them.
+    gradients in it, the optimizer reads them. The memory lives as long as a tensor over it.
     """
 
     name: str
     #: True if a bucket makes progress between ``start`` and ``finish``.
     overlaps: bool
-    #: True if a weight costs nothing in ``start``; else it is given where the numbers are copied.
+    #: True if ``start`` applies a weight for free; else it is better applied while copying.
     applies_weight: bool
-    #: The size of a bucket that suits it.
-    bucket_bytes: int
+    #: The buckets' memory, zeroed at first.
+    tensors: list[torch.Tensor]
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
-    ) -> torch.Tensor:
-        """A flat zeroed tensor that this transport can sum; collective, the same on every rank.
+    def start(self, index: int, weight: float = 1.0) -> None:
+        """Begins to sum one bucket; returns at once where the transport can.
 
         Args:
-            numel: The number of elements.
-            dtype: Their type.
-            device: Where they live.
-            header: How many elements at the end are summed without weights.
-        """
-        ...
-
-    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
-        """Begins to sum a whole bucket; returns at once where the transport can.
-
-        Args:
-            bucket: What :meth:`allocate` gave.
+            index: The bucket's place in :attr:`tensors`.
             weight: What this rank's numbers, but not its header, are multiplied by in the sum. Each
                 rank may have its own; 1/world size makes the sum a mean.
         """
         ...
 
-    def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
+    def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket holds the weighted sum over all ranks."""
-        ...
-
-    def close(self) -> None:
-        """Gives back what was allocated."""
         ...

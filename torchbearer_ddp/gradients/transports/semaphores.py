@@ -1,4 +1,4 @@
-"""Signals between the ranks of a host: semaphores in shared memory, and waits that find the dead.
+"""Signals between the ranks of a host: semaphores in shared memory, with waits that notice a death.
 
 A semaphore of the C library orders memory: what a rank wrote before it posts is what the other
 reads after it has taken the signal, on every architecture.
@@ -13,15 +13,14 @@ from collections.abc import Callable
 from functools import partial
 
 from torchbearer_ddp.gradients.transports.hosts import Process
+from torchbearer_ddp.gradients.transports.interface import LINE_BYTES
 from torchbearer_ddp.gradients.transports.segment import Segment
 from torchbearer_ddp.group.waiting import POLL_SECONDS, Wait
 
-#: A semaphore (32 bytes) has a cache line for itself.
-_SLOT_BYTES = 64
-#: How long a wait offers its core to others, again and again, before it sleeps: a sleep costs a
-#: wake-up (measured: two ranks meet in 1 us instead of 9, four on two cores in 13 us, not 30).
+#: How long a wait yields its core to others before it sleeps: a sleep costs a wake-up (measured:
+#: two ranks signal each other in 1 us instead of 9, four on two cores in 13 us instead of 30).
 _YIELD_SECONDS = 1e-4
-#: How often a sleeping wait looks whether the other process still lives.
+#: How often a sleeping wait checks that the other process is alive.
 _LIFE_SECONDS = 0.2
 _CLOCK_MONOTONIC = 1
 
@@ -40,86 +39,83 @@ class Signals:
     The n-th signal that a rank takes from another is the n-th that the other posted, so ranks that
     do the same things in the same order need no names for them.
 
-    Args:
-        segment: Where the semaphores are: :meth:`part_bytes` in each rank's part.
-        channel: Which set of semaphores in the segment this is, from 0.
-        local: The processes of this host, in rank order.
-        me: The index of this rank among them.
+    Each rank's part of the segment has one semaphore (32 bytes, on a cache line for itself) for
+    each rank, from ``offset`` on. No rank may post before every rank has made its signals.
     """
 
-    def __init__(self, segment: Segment, channel: int, local: list[Process], me: int) -> None:
+    def __init__(self, segment: Segment, offset: int, local: list[Process], me: int) -> None:
         self._segment = segment  # the semaphores live as long as it does
-        self._local = local
         library = ctypes.CDLL(None, use_errno=True)
-        # These never block, so they need not let go of the interpreter's lock.
+        # These never block, so they need not release the interpreter's lock.
         quick = ctypes.PyDLL(None)
-        base = segment.address + channel * self._channel_bytes(len(local))
+        base = segment.address + offset
 
         def semaphore(owner: int, poster: int) -> ctypes.c_void_p:
-            return ctypes.c_void_p(base + owner * segment.part_bytes + poster * _SLOT_BYTES)
+            return ctypes.c_void_p(base + owner * segment.part_bytes + poster * LINE_BYTES)
 
-        self.peers = [index for index in range(len(local)) if index != me]
-        for peer in self.peers:
-            if library.sem_init(semaphore(me, peer), 1, 0) != 0:
+        others = [index for index in range(len(local)) if index != me]
+        for other in others:
+            if library.sem_init(semaphore(me, other), 1, 0) != 0:
                 raise OSError(ctypes.get_errno(), "sem_init failed")
-        self._posts = [partial(quick.sem_post, semaphore(peer, me)) for peer in self.peers]
-        self._takes = {peer: partial(quick.sem_trywait, semaphore(me, peer)) for peer in self.peers}
-        self._sleeps = {peer: _sleeper(library, semaphore(me, peer)) for peer in self.peers}
-
-    @staticmethod
-    def part_bytes(channels: int, ranks: int) -> int:
-        """The room that the semaphores take in each rank's part of a segment."""
-        return channels * Signals._channel_bytes(ranks)
-
-    @staticmethod
-    def _channel_bytes(ranks: int) -> int:
-        return ranks * _SLOT_BYTES
+        self._posts = [partial(quick.sem_post, semaphore(other, me)) for other in others]
+        mine = [semaphore(me, other) for other in others]
+        takes = [partial(quick.sem_trywait, each) for each in mine]
+        sleeps = [_sleeper(library, each) for each in mine]
+        #: For each other rank: how to take its signal, how to wait for it, and its process.
+        self._peers = [*zip(takes, sleeps, [local[other] for other in others], strict=True)]
+        self._missing = self._peers.copy()
 
     def post(self) -> None:
         """Signals every other rank."""
         for post in self._posts:
             post()
 
-    def take(self, peer: int) -> bool:
-        """Takes a signal of another rank, if there is one."""
-        return bool(self._takes[peer]() == 0)
+    def collect(self, wait: Wait | None = None) -> bool:
+        """Takes one signal of every other rank; without a wait it gives up if one is missing.
 
-    def wait(self, peer: int, wait: Wait) -> None:
-        """Waits for a signal of another rank, and takes it.
-
-        Args:
-            peer: The index of the other rank on this host.
-            wait: What is waited for.
-
-        Raises:
-            PeerLost: If the other rank has ended, or did not come within the timeout.
-            DesyncError: If the other rank waits for something else.
+        What was taken before it gave up counts the next time.
         """
-        take, sleep = self._takes[peer], self._sleeps[peer]
+        while self._missing:
+            take, sleep, process = self._missing[-1]
+            if take() != 0:
+                if wait is None:
+                    return False
+                _wait_for_signal(take, sleep, process, wait)
+            self._missing.pop()
+        self._missing = self._peers.copy()
+        return True
+
+
+def _wait_for_signal(
+    take: Callable[[], int], sleep: Callable[[], bool], process: Process, wait: Wait
+) -> None:
+    """Waits for a signal of another rank, and takes it.
+
+    Raises:
+        PeerLost: If the other rank has ended, or did not come within the timeout.
+        DesyncError: If the other rank waits for something else.
+    """
+    now = time.monotonic()
+    until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
+    while time.monotonic() < until:
+        os.sched_yield()
         if take() == 0:
             return
-        now = time.monotonic()
-        until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
-        while time.monotonic() < until:
-            os.sched_yield()
-            if take() == 0:
+    while not sleep():
+        if not process.alive():
+            if take() == 0:  # it posted before it ended
                 return
-        while not sleep():
-            process = self._local[peer]
-            if not process.alive():
-                if take() == 0:  # its last deed
-                    return
-                cause = ProcessLookupError(f"rank {process.rank}, process {process.pid}, has ended")
-                raise wait.connection_error(cause, lost=process.rank)
-            if time.monotonic() >= next_poll:
-                wait.poll()
-                next_poll = time.monotonic() + POLL_SECONDS
+            cause = ProcessLookupError(f"rank {process.rank}, process {process.pid}, has ended")
+            raise wait.connection_error(cause, lost=process.rank)
+        if time.monotonic() >= next_poll:
+            wait.poll()
+            next_poll = time.monotonic() + POLL_SECONDS
 
 
 def _sleeper(library: ctypes.CDLL, semaphore: ctypes.c_void_p) -> Callable[[], bool]:
-    """A function that waits for a semaphore for a while, and says whether it got it.
+    """A function that waits for a semaphore for a while, and returns whether it got it.
 
-    A signal handler of Python runs when it returns, which a signal makes it do early.
+    A signal ends that wait early, so that Python's handler runs.
     """
     if hasattr(library, "sem_clockwait"):  # glibc 2.30: not moved by changes of the wall clock
         clockwait = partial(library.sem_clockwait, semaphore, _CLOCK_MONOTONIC)

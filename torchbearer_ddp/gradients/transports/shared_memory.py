@@ -1,19 +1,21 @@
-"""Buckets in memory that the ranks of a host share: summed where they lie, without sockets.
+"""Buckets in memory that the ranks of a host share: summed in place, without sockets.
 
 Ranks that sum the same numbers in the same order get the same bits, on every rank and in every run.
 """
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.gradients.transports.hosts import Process
-from torchbearer_ddp.gradients.transports.segment import share
+from torchbearer_ddp.errors import DesyncError, DistributedError
+from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
+from torchbearer_ddp.gradients.transports.interface import LINE_BYTES, Bucket
+from torchbearer_ddp.gradients.transports.segment import Segment
 from torchbearer_ddp.gradients.transports.semaphores import Signals
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
@@ -22,163 +24,117 @@ from torchbearer_ddp.group.waiting import Wait
 #: What a rank sums at a time, over all ranks together: less costs more calls than it saves in the
 #: cache (measured with 1 MB to 40 MB, on cores with 1 MB of their own and 32 MB together).
 CACHE_BYTES = 2 * 2**20
-#: A cache line: what ranks write by turns begins on one of its own.
-LINE_BYTES = 64
 
 
-class _Stamp(ctypes.Structure):
-    """In front of a rank's numbers: which round they belong to, and what they weigh."""
-
-    _fields_ = (("round", ctypes.c_int64), ("weight", ctypes.c_double))
-    round: int
-    weight: float
+class SegmentError(DistributedError):
+    """The ranks of a host cannot share memory; the same message on every rank of the world."""
 
 
 class LocalRanks:
-    """The ranks of this host and the signals between them; collective to make.
+    """The ranks of this host, the memory they share, and the signals between them."""
 
-    Args:
-        group: The group of all ranks.
-        local: The processes of this host, in rank order.
-
-    Raises:
-        SegmentError: On every rank of the world, if some host's ranks cannot share memory.
-    """
-
-    def __init__(self, group: Group, local: list[Process]) -> None:
+    def __init__(self, group: Group, local: list[Process], part_bytes: int) -> None:
         self.group = group
         self.local = local
         self.size = len(local)
         self.me = [process.rank for process in local].index(group.member.rank)
-        segment = share(local, Signals.part_bytes(2, self.size))
-        #: "My numbers are in place."
-        self.arrivals = Signals(segment, 0, local, self.me)
-        #: "I have summed my slice."
-        self.departures = Signals(segment, 1, local, self.me)
-        collectives.barrier("the signals in shared memory")  # nobody posts before all are made
+        signal_bytes = LINE_BYTES * self.size
+        #: Where the part of a rank has room for the buckets.
+        self.offset = 2 * signal_bytes
+        self.segment = Segment(local[0], self.me, self.size, self.offset + part_bytes)
+        #: A rank's numbers are in place.
+        self.arrivals = Signals(self.segment, 0, local, self.me)
+        #: A rank has summed its slice.
+        self.departures = Signals(self.segment, signal_bytes, local, self.me)
 
-    def weights(self, stamps: list[_Stamp], number: int) -> list[float]:
-        """What each rank's numbers weigh.
+
+class Exchange:
+    """A bucket in shared memory, of which every rank sums one slice for all.
+
+    No rank sums before all numbers are in place, and none reads the sum before all slices are
+    summed. (A small bucket could do with one signal, if every rank summed all of it; in steps of
+    half a millisecond the difference was lost in the noise.)
+    """
+
+    def __init__(self, ranks: LocalRanks, bucket: Bucket, offset: int) -> None:
+        self._ranks = ranks
+        #: In front of each rank's numbers: the round they belong to, and their weight.
+        self._stamps = [s.numpy() for s in ranks.segment.tensors(offset, 2, torch.float64)]
+        # An empty bucket too has a place: torch makes no tensor over no memory.
+        parts = ranks.segment.tensors(offset + LINE_BYTES, max(1, bucket.size), bucket.dtype)
+        self.tensor = parts[ranks.me][: bucket.size]
+        begin, end = _slice(bucket.size, bucket.dtype.itemsize, ranks.me, ranks.size)
+        self._pieces = _pieces(parts, begin, end, bucket.numel, self._piece_numel(bucket.dtype))
+        self._round = 0
+        self._summed = True
+
+    @staticmethod
+    def part_bytes(bucket: Bucket) -> int:
+        """The room in each rank's part: the stamp and the numbers, on cache lines of their own."""
+        lines = -(-max(1, bucket.size) * bucket.dtype.itemsize // LINE_BYTES)
+        return (1 + lines) * LINE_BYTES
+
+    def begin(self, weight: float) -> None:
+        """Signals that this rank's numbers are in place."""
+        self._round += 1
+        stamp = self._stamps[self._ranks.me]
+        stamp[0], stamp[1] = self._round, weight
+        self._ranks.arrivals.post()
+        self._summed = False
+
+    def advance(self, wait: Wait | None = None) -> bool:
+        """Sums this rank's slice if the numbers of all ranks are in place, or waits for them.
+
+        Without a wait it returns False if some are missing. The sooner, the more is in the cache.
+        """
+        if not self._summed and self._ranks.arrivals.collect(wait):
+            self._sum()
+        return self._summed
+
+    def complete(self, wait: Wait) -> None:
+        """Waits for the other ranks' slices."""
+        self.advance(wait)
+        self._ranks.departures.collect(wait)
+
+    def _piece_numel(self, dtype: torch.dtype) -> int:
+        """How many elements are summed at a time."""
+        return max(1, CACHE_BYTES // (self._ranks.size * dtype.itemsize))
+
+    def _weights(self) -> Sequence[float]:
+        """The weight of each rank's numbers.
 
         Raises:
             DesyncError: If another rank began another bucket, or another round of this one.
         """
-        for index, stamp in enumerate(stamps):
-            if stamp.round != number:
-                self.group.broken = True
+        group = self._ranks.group
+        rounds, weights = zip(*(stamp.tolist() for stamp in self._stamps), strict=True)
+        for process, number in zip(self._ranks.local, rounds, strict=True):
+            if number != self._round:
+                group.broken = True
                 raise DesyncError(
-                    f"Rank {self.local[index].rank} is at a different exchange than rank "
-                    f"{self.local[self.me].rank}: this bucket's round is {stamp.round} there and "
-                    f"{number} here. Every rank must take the same steps: look for a loop, a stop "
-                    "or a callback that only some ranks have."
+                    f"Rank {process.rank} is at a different exchange than rank "
+                    f"{group.member.rank}: this bucket's round is {number:.0f} there and "
+                    f"{self._round} here. Every rank must take the same steps: look for a loop, a "
+                    "stop or a callback that only some ranks have."
                 )
-        return [stamp.weight for stamp in stamps]
-
-
-class PendingPeers:
-    """Takes one signal of every other rank, now or later.
-
-    Args:
-        signals: Which signals are taken.
-    """
-
-    def __init__(self, signals: Signals) -> None:
-        self._signals = signals
-        self._missing: list[int] = []
-
-    def begin(self) -> None:
-        """Expects everybody."""
-        self._missing = self._signals.peers.copy()
-
-    def advance(self) -> bool:
-        """Takes what is there; True if nobody is missing."""
-        while self._missing and self._signals.take(self._missing[-1]):
-            self._missing.pop()
-        return not self._missing
-
-    def complete(self, wait: Wait) -> None:
-        """Waits until nobody is missing."""
-        while self._missing:
-            self._signals.wait(self._missing[-1], wait)
-            self._missing.pop()
-
-
-class Exchange:
-    """A bucket that lies in shared memory, and of which every rank sums one slice for all.
-
-    Two meetings guard it: nobody sums before all have arrived, and nobody reads the sum before all
-    slices are there. (A small bucket could do with one, if every rank summed all of it; in steps of
-    half a millisecond the difference was lost in the noise.)
-
-    Args:
-        local_ranks: The ranks of this host.
-        numel: The size of the bucket.
-        dtype: Its type.
-        header: How many elements at the end have no weight.
-    """
-
-    def __init__(
-        self, local_ranks: LocalRanks, numel: int, dtype: torch.dtype, header: int
-    ) -> None:
-        segment = share(local_ranks.local, LINE_BYTES + numel * dtype.itemsize)
-        parts = [segment.tensor(p, LINE_BYTES, numel, dtype) for p in range(local_ranks.size)]
-        self.bucket = parts[local_ranks.me]
-        self._local_ranks = local_ranks
-        self._stamps = [segment.place(p, 0, _Stamp) for p in range(local_ranks.size)]
-        begin, end = _slice(numel, dtype.itemsize, local_ranks.me, local_ranks.size)
-        self._pieces = _pieces(parts, begin, end, numel - header, self._piece_numel(dtype))
-        self._arrivals = PendingPeers(local_ranks.arrivals)
-        self._departures = PendingPeers(local_ranks.departures)
-        self._round = 0
-        self._summed = True
-
-    def begin(self, weight: float) -> None:
-        """Says that the numbers are in place."""
-        self._round += 1
-        stamp = self._stamps[self._local_ranks.me]
-        stamp.round, stamp.weight = self._round, weight
-        self._local_ranks.arrivals.post()
-        self._arrivals.begin()
-        self._departures.begin()
-        self._summed = False
-
-    def advance(self) -> bool:
-        """Sums this rank's slice if all have arrived: the sooner, the more is in the cache."""
-        if not self._summed and self._arrivals.advance():
-            self._sum()
-        return self._summed
-
-    def join(self, wait: Wait) -> None:
-        """Sums this rank's slice as soon as all have arrived."""
-        if not self._summed:
-            self._arrivals.complete(wait)
-            self._sum()
-
-    def complete(self, wait: Wait) -> None:
-        """Waits for the others' slices."""
-        self.join(wait)
-        self._departures.complete(wait)
-
-    def _piece_numel(self, dtype: torch.dtype) -> int:
-        """How much is summed at a time."""
-        return max(1, CACHE_BYTES // (self._local_ranks.size * dtype.itemsize))
+        return weights
 
     def _sum(self) -> None:
-        """Sums this rank's slice and gives it to all."""
-        weights = self._local_ranks.weights(self._stamps, self._round)
+        """Sums this rank's slice and copies it to all."""
+        weights = self._weights()
         for piece in self._pieces:
             piece.add(weights)
-            piece.hand_out()
-        self._local_ranks.departures.post()
+            piece.copy_to_all()
+        self._ranks.departures.post()
         self._summed = True
 
 
 @dataclass
 class Piece:
-    """What is summed at a time: the same numbers in every rank's part.
+    """What is summed at a time: the same elements in every rank's part, by rank.
 
-    Args:
-        whole: All of it, by rank.
+    Attributes:
+        whole: All of it.
         body: Without the header, which has no weight.
         header: The header alone.
     """
@@ -187,8 +143,8 @@ class Piece:
     body: list[torch.Tensor]
     header: list[torch.Tensor]
 
-    def add(self, weights: list[float]) -> None:
-        """The weighted sum, in rank order, in the place of the first."""
+    def add(self, weights: Sequence[float]) -> None:
+        """Puts the weighted sum, in rank order, in the place of the first."""
         if all(weight == 1.0 for weight in weights):
             _add(self.whole)
             return
@@ -198,8 +154,8 @@ class Piece:
         if self.header[0].numel():
             _add(self.header)
 
-    def hand_out(self) -> None:
-        """Gives every rank what the first has."""
+    def copy_to_all(self) -> None:
+        """Copies the first to all others."""
         for each in self.whole[1:]:
             each.copy_(self.whole[0])
 
@@ -213,17 +169,12 @@ def _add(tensors: list[torch.Tensor]) -> None:
 def _pieces(parts: list[torch.Tensor], begin: int, end: int, header: int, step: int) -> list[Piece]:
     """Cuts a slice of every part into pieces; the last one carries what it has of the header."""
     body = min(max(begin, header), end)
-    if begin == end:
-        return []
-    ends = [*range(begin + step, body, step), end]
-    return [
-        Piece(
-            [part[first:last] for part in parts],
-            [part[first : min(last, body)] for part in parts],
-            [part[min(last, body) : last] for part in parts],
-        )
-        for first, last in zip([begin, *ends], ends, strict=False)
-    ]
+    ends = [*range(begin + step, body, step), end] if begin < end else []
+    pieces = []
+    for first, last in zip([begin, *ends], ends, strict=False):
+        cuts = [(first, last), (first, min(last, body)), (min(last, body), last)]
+        pieces.append(Piece(*([part[a:b] for part in parts] for a, b in cuts)))
+    return pieces
 
 
 def _slice(numel: int, itemsize: int, index: int, count: int) -> tuple[int, int]:
@@ -234,67 +185,51 @@ def _slice(numel: int, itemsize: int, index: int, count: int) -> tuple[int, int]
 
 
 class SharedMemoryTransport:
-    """Sums buckets in memory that all ranks share; collective to make.
-
-    Args:
-        group: The group of all ranks.
-        local: The processes of this host, which are all there are, in rank order.
+    """Sums buckets in one segment of memory that the ranks of a host share; collective to make.
 
     Raises:
-        SegmentError: On every rank, if the ranks cannot share memory.
+        SegmentError: On every rank, if the ranks of some host cannot share that much memory.
     """
 
     name = "shm"
     overlaps = False
     #: The numbers pass through the core's cache anyway.
     applies_weight = True
-    #: One bucket is summed while the next is filled, and both fit the cache.
-    bucket_bytes = 4 * 2**20
+    _exchange: type[Exchange] = Exchange
 
-    def __init__(self, group: Group, local: list[Process]) -> None:
-        self._local_ranks = LocalRanks(group, local)
-        self._exchanges: dict[int, Exchange] = {}
+    def __init__(self, group: Group, buckets: Sequence[Bucket], by_host: Hosts) -> None:
+        for owner, *_ in by_host:
+            if owner.problem:
+                raise SegmentError(f"rank {owner.rank} {owner.problem}")
+        local = next(local for local in by_host if group.member.rank in [p.rank for p in local])
+        sizes = [Exchange.part_bytes(bucket) for bucket in buckets]
+        problem = None
+        try:
+            self._ranks = LocalRanks(group, local, sum(sizes))
+        except OSError as error:
+            problem = f"cannot share memory with rank {local[0].rank}: {error}"
+        # After this no rank posts a signal that another has not made yet, and the rank that offers
+        # the memory may close it.
+        for rank, found in enumerate(collectives.all_gather(problem, "the shared memory")):
+            if found is not None:
+                raise SegmentError(f"rank {rank} {found}")
+        offsets = itertools.accumulate(sizes, initial=self._ranks.offset)
+        self._exchanges: Sequence[Exchange] = [
+            self._exchange(self._ranks, bucket, offset)
+            for bucket, offset in zip(buckets, offsets, strict=False)
+        ]
+        self.tensors = [exchange.tensor for exchange in self._exchanges]
         self._begun: deque[Exchange] = deque()
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
-    ) -> torch.Tensor:
-        """A bucket in shared memory.
+    def start(self, index: int, weight: float = 1.0) -> None:
+        """Gives the bucket to the other ranks, and sums what all have given so far."""
+        exchange = self._exchanges[index]
+        exchange.begin(weight)
+        self._begun.append(exchange)
+        for each in self._begun:  # in this order on every rank: signals have no names
+            if not each.advance():
+                break
 
-        Raises:
-            SegmentError: On every rank, if there is no room.
-            DesyncError: On every rank, if the ranks ask for different buckets.
-        """
-        collectives.agree(
-            {"elements": numel, "header": header, "dtype": str(dtype), "device": device.type},
-            "a bucket of gradients",
-            "Build the same model on every rank.",
-        )
-        if numel == 0:
-            return torch.zeros(0, dtype=dtype)
-        exchange = self._exchange(numel, dtype, header)
-        self._exchanges[exchange.bucket.data_ptr()] = exchange
-        return exchange.bucket
-
-    def _exchange(self, numel: int, dtype: torch.dtype, header: int) -> Exchange:
-        return Exchange(self._local_ranks, numel, dtype, header)
-
-    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
-        """Lets the others have the bucket, and sums what all have by now."""
-        if bucket.numel():
-            exchange = self._exchanges[bucket.data_ptr()]
-            exchange.begin(weight)
-            self._begun.append(exchange)
-            for each in self._begun:  # in this order on every rank: signals have no names
-                if not each.advance():
-                    break
-
-    def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
+    def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket, the oldest that is not finished, holds the sum."""
-        if bucket.numel():
-            self._begun.popleft().complete(wait)
-
-    def close(self) -> None:
-        """Lets go of the memory; a bucket keeps its own for as long as it is in use."""
-        self._exchanges.clear()
-        self._begun.clear()
+        self._begun.popleft().complete(wait)

@@ -1,72 +1,153 @@
-"""Buckets through torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""Buckets through torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Numbers travel as they are, or in half precision. Half precision travels in pieces: while one is on
+the wire, the next is rounded and the one before is added, so the network need not wait for the
+processor.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
-from torchbearer_ddp.gradients.transports import sums
+import torch
+import torch.distributed as dist
+
+from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.group.membership import Group
-from torchbearer_ddp.group.waiting import Wait
+from torchbearer_ddp.group.waiting import Wait, wait_for
+
+#: What travels instead of single precision, by the name that users give it.
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: The size of a piece.
+PIECE_BYTES = 2 * 2**20
 
 
 class TorchTransport:
-    """Asynchronous sums of each bucket's pieces, over all ranks.
-
-    Args:
-        group: The group of all ranks.
-        name: What to call it: the backend that serves the gradients' device.
-        compress: What travels instead of single precision, or None.
-    """
+    """Asynchronous sums of each bucket over all ranks, by the backend of its device."""
 
     overlaps = True
     applies_weight = False
 
-    def __init__(self, group: Group, name: str, compress: str | None = None) -> None:
+    def __init__(
+        self, group: Group, buckets: Sequence[Bucket], name: str, compress: str | None = None
+    ) -> None:
         self.name = name
-        # NCCL is slow to start and fast to run; gloo the other way round, and the sooner a full
-        # bucket is on its way, the less is left to wait for after backward.
-        self.bucket_bytes = (25 if name == "nccl" else 4) * 2**20
-        self._group = group
-        self._compress = compress
-        self._bodies: dict[int, torch.Tensor] = {}
-        self._ways: dict[int, list[sums.Sum]] = {}
-
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, header: int = 0
-    ) -> torch.Tensor:
-        """Ordinary memory."""
-        bucket = torch.zeros(numel, dtype=dtype, device=device)
-        body = numel - header
-        # Rounding takes the processor's time, and in pieces the network need not wait for it. Gloo
-        # alone is better off with the whole, and NCCL has streams of its own.
-        in_pieces = self._compress is not None and device.type == "cpu"
-        step = sums.piece_numel(dtype) if in_pieces else max(1, body)
-        ends = [*range(step, body, step), numel]  # the header travels with the last numbers
-        self._bodies[id(bucket)] = bucket[:body]
-        self._ways[id(bucket)] = [
-            way
-            for begin, end in zip([0, *ends], ends, strict=False)
-            for way in sums.make(
-                self._group.gradients, bucket[begin:end], max(0, end - body), self._compress
-            )
+        self.tensors = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in buckets]
+        self._numels = [bucket.numel for bucket in buckets]
+        self._sums = [
+            _make_pieces(group.gradients, tensor, bucket.numel, compress)
+            for tensor, bucket in zip(self.tensors, buckets, strict=True)
         ]
-        return bucket
 
-    def start(self, bucket: torch.Tensor, weight: float = 1.0) -> None:
+    def start(self, index: int, weight: float = 1.0) -> None:
         """Hands the bucket to the backend's own threads or stream."""
         if weight != 1.0:
-            self._bodies[id(bucket)].mul_(weight)
-        for way in self._ways[id(bucket)]:
-            way.start()
+            self.tensors[index][: self._numels[index]].mul_(weight)
+        for each in self._sums[index]:
+            each.start()
 
-    def finish(self, bucket: torch.Tensor, wait: Wait) -> None:
+    def finish(self, index: int, wait: Wait) -> None:
         """Waits for the backend."""
-        for way in self._ways[id(bucket)]:
-            way.turn(wait)
-        for way in self._ways[id(bucket)]:
-            way.finish(wait)
+        for each in self._sums[index]:
+            each.advance(wait)
+        for each in self._sums[index]:
+            each.finish(wait)
 
-    def close(self) -> None:
-        """Lets go of the buckets."""
-        self._bodies.clear()
-        self._ways.clear()
+
+class Sum:
+    """Sums one tensor over the ranks of a channel in place: start, advance and finish, in order."""
+
+    def __init__(self, channel: Any, tensor: torch.Tensor) -> None:
+        self._channel = channel
+        self._tensor = tensor
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Sends this rank's numbers."""
+        self._work = dist.all_reduce(self._tensor, group=self._channel, async_op=True)
+
+    def advance(self, wait: Wait) -> None:
+        """Sends what depends on the numbers of other ranks: nothing, the backend does all of it."""
+
+    def finish(self, wait: Wait) -> None:
+        """Waits until the tensor holds the sum."""
+        wait_for(self._work, wait)
+        self._work = None
+
+
+class HalfSum(Sum):
+    """Half the bytes: numbers travel in half precision, but are added in single precision.
+
+    Each rank gets one slice from every other rank, adds them up, and sends the sum of its slice to
+    all. An all-reduce in half precision would round after every addition instead of twice. Every
+    rank takes the rounded sums, its own slice too, so the replicas stay equal.
+    """
+
+    def __init__(self, channel: Any, tensor: torch.Tensor, half: torch.dtype) -> None:
+        super().__init__(channel, tensor)
+        ranks = dist.get_world_size(channel)
+        step = -(-tensor.numel() // ranks)
+        #: First what is sent to each rank, later the sums of all slices.
+        self._all = torch.zeros(ranks, step, dtype=half, device=tensor.device)
+        self._slices = torch.zeros_like(self._all)
+        self._sum = torch.zeros(step, dtype=half, device=tensor.device)
+        #: The slices together may be longer than the tensor.
+        self._numbers = self._all.view(-1)[: tensor.numel()]
+
+    def start(self) -> None:
+        """Rounds the numbers and sends each rank its slice."""
+        self._numbers.copy_(self._tensor)
+        self._work = dist.all_to_all_single(
+            _bytes(self._slices), _bytes(self._all), group=self._channel, async_op=True
+        )
+
+    def advance(self, wait: Wait) -> None:
+        """Adds up this rank's slice, and sends the sum to all."""
+        wait_for(self._work, wait)
+        first, *others = self._slices
+        total = first.float()
+        for each in others:
+            total.add_(each)
+        self._sum.copy_(total)
+        everyone = [_bytes(each) for each in self._all]
+        self._work = dist.all_gather(
+            everyone, _bytes(self._sum), group=self._channel, async_op=True
+        )
+
+    def finish(self, wait: Wait) -> None:
+        """Waits for the sums of all slices."""
+        super().finish(wait)
+        self._tensor.copy_(self._numbers)
+
+
+def make_sums(channel: Any, tensor: torch.Tensor, numel: int, compress: str | None) -> list[Sum]:
+    """The sums of a tensor's parts: what follows the first ``numel`` elements is never rounded."""
+    if compress is None or tensor.dtype != torch.float32 or numel == 0:
+        return [Sum(channel, tensor)]
+    half = HalfSum(channel, tensor[:numel], HALVES[compress])
+    return [half, Sum(channel, tensor[numel:])] if numel < tensor.numel() else [half]
+
+
+def piece_numel(dtype: torch.dtype) -> int:
+    """The number of elements in a piece."""
+    return PIECE_BYTES // dtype.itemsize
+
+
+def _make_pieces(channel: Any, tensor: torch.Tensor, numel: int, compress: str | None) -> list[Sum]:
+    """The sums of a bucket's pieces; the header travels with the last one."""
+    # Rounding takes the processor's time, so it is done in pieces. Without it gloo is faster with
+    # the whole bucket, and NCCL has streams of its own.
+    in_pieces = compress is not None and tensor.device.type == "cpu"
+    step = piece_numel(tensor.dtype) if in_pieces else max(1, numel)
+    ends = [*range(step, numel, step), tensor.numel()]
+    return [
+        each
+        for begin, end in zip([0, *ends], ends, strict=False)
+        for each in make_sums(channel, tensor[begin:end], min(end, numel) - begin, compress)
+    ]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes: not every backend supports every half precision, but all of them support bytes."""
+    return tensor.view(-1).view(torch.uint8)
