@@ -16,7 +16,7 @@ from torchbearer_ddp.log import announce
 
 
 class SyncModel(OrderedCallback):
-    """Begins with equal replicas, and makes sure that they stay equal.
+    """Makes the replicas equal at the start, and checks that they stay equal.
 
     Example: ::
 
@@ -25,7 +25,7 @@ class SyncModel(OrderedCallback):
         >>> trial = Trial(None, callbacks=[SyncModel()])
 
     Args:
-        check: Compare the replicas after every so many epochs; 0 for never.
+        check: The number of epochs between comparisons of the replicas; 0 for no comparison.
 
     State Requirements:
         - :attr:`torchbearer.state.MODEL`: The model to broadcast
@@ -34,7 +34,7 @@ class SyncModel(OrderedCallback):
         - :attr:`torchbearer.state.HISTORY`: The epochs done so far
     """
 
-    # After the callbacks that may load or initialise weights; a checkpoint comes later still.
+    # After the callbacks that may load or initialise weights, and before Checkpoint.
     order: ClassVar[Mapping[str, int]] = {"on_start": LAST, "on_end_training": LAST}
 
     def __init__(self, check: int = 1) -> None:
@@ -44,129 +44,107 @@ class SyncModel(OrderedCallback):
         self._check = check
 
     def on_init(self, state: Any) -> None:
-        """Broadcasts at init, so that whatever the user does with the model next is done alike."""
+        """Broadcasts at init, so that what the user does next finds equal models on all ranks."""
         super().on_init(state)
         if collectives.world_size() > 1:
-            _compare_models(state)
-            self._broadcast_tensors(state)
+            tensors = _replicated(state)
+            remedy = "Build the same model on every rank."
+            collectives.agree(_shapes(tensors), "the model", remedy)
+            collectives.broadcast_tensors([tensor for _, tensor in tensors], "the model")
 
     def on_start(self, state: Any) -> None:
         """Compares at the start: weights may have been loaded, moved or initialised since init."""
         if collectives.world_size() == 1:
             return
-        self._align_history(state)
-        _compare_run(state)
-        tensors = replicas.replicated_tensors(
-            state[torchbearer.MODEL], state[torchbearer.OPTIMIZER]
-        )
+        tensors = _replicated(state)
         optimizer = state[torchbearer.OPTIMIZER]
-        difference = replicas.first_difference(
-            [*tensors, *_optimizer_tensors(optimizer)], "the replicas at the start"
+        mine = {
+            "plan": _plan(state),
+            "epochs done": len(state[torchbearer.HISTORY]),
+            "checksums": replicas.fingerprint([*tensors, ("", _optimizer_checksums(optimizer))]),
+        }
+        everyone = collectives.all_gather(mine, "the plan of this run")
+        collectives.raise_difference(
+            [each["plan"] for each in everyone],
+            "the plan of this run",
+            "Start every rank with the same script, arguments, data and packages.",
         )
+        _align_history(state[torchbearer.HISTORY], [each["epochs done"] for each in everyone])
+        names = [*(name for name, _ in tensors), "the optimizer's state"]
+        difference = replicas.first_difference(names, [each["checksums"] for each in everyone])
         if difference is not None:
             name, ranks = difference
             announce(
-                f"{name} on rank {', '.join(map(str, ranks))} differed from rank 0 at the start; "
-                "every rank now has rank 0's model and optimizer state"
+                f"{name} on rank {ranks} differed from rank 0 at the start; every rank now has "
+                "rank 0's model and optimizer state"
             )
-            self._broadcast_tensors(state)
-            self._broadcast_optimizer(optimizer)
+            collectives.broadcast_tensors([tensor for _, tensor in tensors], "the model")
+            _broadcast_optimizer(optimizer)
 
     def on_end_training(self, state: Any) -> None:
-        """After the last step and before validation: statistics agree, and so must the rest."""
+        """After the last step and before validation: BatchNorm statistics are averaged here."""
         if collectives.world_size() == 1:
             return
-        model = state[torchbearer.MODEL]
-        replicas.align_buffers(model)
-        if self._check and (state[torchbearer.EPOCH] + 1) % self._check == 0:
-            tensors = replicas.replicated_tensors(model, state[torchbearer.OPTIMIZER])
-            difference = replicas.first_difference(tensors, "the replicas after an epoch")
+        replicas.align_buffers(state[torchbearer.MODEL])
+        epoch = state[torchbearer.EPOCH]
+        if self._check and (epoch + 1) % self._check == 0:
+            tensors = _replicated(state)
+            checksums = collectives.all_gather(
+                replicas.fingerprint(tensors), "the replicas after an epoch"
+            )
+            difference = replicas.first_difference([name for name, _ in tensors], checksums)
             if difference is not None:
                 name, ranks = difference
                 raise DesyncError(
-                    f"After epoch {state[torchbearer.EPOCH]}, {name} on rank "
-                    f"{', '.join(map(str, ranks))} differs from rank 0's. Something changes it on "
-                    "some ranks only: an optimizer step outside the Trial, a callback that writes "
-                    "parameters, or a parameter that is not in the model."
+                    f"After epoch {epoch}, {name} on rank {ranks} differs from rank 0's. Only some "
+                    "ranks change it: look for an optimizer step outside the Trial, a callback "
+                    "that writes parameters, or a parameter that is not in the model."
                 )
 
-    def _align_history(self, state: Any) -> None:
-        """A state loaded on rank zero alone also brings epochs that the others have not seen."""
-        history = state[torchbearer.HISTORY]
-        done = collectives.all_gather(len(history), "the number of epochs done")
-        if len(set(done)) > 1:
-            announce(f"only some ranks had a history ({done}); every rank now has rank 0's")
-            history[:] = collectives.broadcast(list(history), "the history")
 
-    def _broadcast_tensors(self, state: Any) -> None:
-        tensors = replicas.replicated_tensors(
-            state[torchbearer.MODEL], state[torchbearer.OPTIMIZER]
-        )
-        collectives.broadcast_tensors([t for _, t in tensors], "the model")
-
-    def _broadcast_optimizer(self, optimizer: Any) -> None:
-        mine = optimizer.state_dict() if collectives.is_rank_zero() else None
-        received = collectives.broadcast(mine, "the optimizer's state")
-        if not collectives.is_rank_zero():
-            optimizer.load_state_dict(received)
+def _replicated(state: Any) -> replicas.Named:
+    return replicas.replicated_tensors(state[torchbearer.MODEL], state[torchbearer.OPTIMIZER])
 
 
-def _optimizer_tensors(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+def _shapes(tensors: replicas.Named) -> dict[str, str]:
+    return {f"the model's {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
+
+
+def _plan(state: Any) -> dict[str, Any]:
+    """What must be equal on all ranks before they train together."""
+    return {
+        "the world size": collectives.world_size(),
+        "the number of epochs": state[torchbearer.MAX_EPOCHS],
+        "the training steps per epoch": state[torchbearer.SELF].state[torchbearer.TRAIN_STEPS],
+        # Only the class of RankZeroOnly: other ranks need not have the callback inside it.
+        "the callbacks": ", ".join(type(c).__name__ for c in state[torchbearer.CALLBACK_LIST]),
+        "the metrics": str(state[torchbearer.METRIC_LIST]),
+        "the optimizer": type(state[torchbearer.OPTIMIZER]).__name__,
+        **{f"the version of {name}": version for name, version in versions().items()},
+        **_shapes(_replicated(state)),
+    }
+
+
+def _optimizer_checksums(optimizer: Any) -> torch.Tensor:
     """One tensor for the whole of the optimizer's state: ranks may hold different keys."""
     parts = [torch.tensor(len(optimizer.state), dtype=torch.int64)]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             held = optimizer.state.get(parameter, {})
             parts += [held[key] for key in sorted(held) if torch.is_tensor(held[key])]
-    return [("the optimizer's state", replicas.fingerprint([("", part) for part in parts]))]
+    return replicas.fingerprint([("", part) for part in parts])
 
 
-_REMEDY = "Start every rank with the same script, arguments, data and packages."
+def _align_history(history: list[Any], epochs_done: list[int]) -> None:
+    """A state that was loaded on rank zero alone also has epochs that the other ranks lack."""
+    if len(set(epochs_done)) > 1:
+        announce(f"only some ranks had a history ({epochs_done}); every rank now has rank 0's")
+        history[:] = collectives.broadcast(list(history), "the history")
 
 
-def _compare_models(state: Any) -> None:
-    """Raises the same error on every rank if their models differ in more than values.
-
-    Args:
-        state: The state of the Trial.
-
-    Raises:
-        DesyncError: Naming the first parameter or buffer that differs, and what each rank has.
-    """
-    collectives.agree(_shapes(state), "the model", "Build the same model on every rank.")
-
-
-def _compare_run(state: Any) -> None:
-    """Raises the same error on every rank if the ranks are about to do different things.
-
-    Args:
-        state: The state of the running Trial.
-
-    Raises:
-        DesyncError: Naming what differs, and what each rank has.
-    """
-    collectives.agree(
-        {
-            "the world size": collectives.world_size(),
-            "the number of epochs": state[torchbearer.MAX_EPOCHS],
-            "the number of epochs done": len(state[torchbearer.HISTORY]),
-            "the training steps per epoch": state[torchbearer.SELF].state[torchbearer.TRAIN_STEPS],
-            "the callbacks": ", ".join(map(_name, state[torchbearer.CALLBACK_LIST])),
-            "the metrics": str(state[torchbearer.METRIC_LIST]),
-            "the optimizer": type(state[torchbearer.OPTIMIZER]).__name__,
-            **{f"the version of {name}": v for name, v in versions().items()},
-            **_shapes(state),
-        },
-        "the plan of this run",
-        _REMEDY,
-    )
-
-
-def _shapes(state: Any) -> dict[str, str]:
-    tensors = replicas.replicated_tensors(state[torchbearer.MODEL], state[torchbearer.OPTIMIZER])
-    return {f"the model's {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
-
-
-def _name(callback: Any) -> str:
-    # Not what RankZeroOnly wraps: ranks other than zero may not even have it.
-    return type(callback).__name__
+def _broadcast_optimizer(optimizer: Any) -> None:
+    is_rank_zero = collectives.is_rank_zero()
+    mine = optimizer.state_dict() if is_rank_zero else None
+    received = collectives.broadcast(mine, "the optimizer's state")
+    if not is_rank_zero:
+        optimizer.load_state_dict(received)

@@ -1,4 +1,4 @@
-"""The only place that talks to other ranks: small values, broadcast, gather, agreement.
+"""Exchanges with the other ranks: small values, broadcast, gather, agreement.
 
 Every function is valid without a process group, where it does what a world of one would do, so a
 Trial with this package's callbacks runs unchanged in a plain process.
@@ -13,34 +13,38 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchbearer_ddp import errors
 from torchbearer_ddp.errors import DesyncError, DistributedError
 from torchbearer_ddp.group import membership, wire
 from torchbearer_ddp.group.waiting import Wait, wait_for
 
 _T = TypeVar("_T")
-#: One message of this size holds most plain values; what is longer needs a second one.
+#: A message of this size holds most plain values; a longer one is sent in two parts.
 _HEAD_BYTES = 4096
 _LENGTH_BYTES = 8
 #: Large payloads are sent in pieces: gloo counts bytes in 32 bits in places.
 _PIECE_BYTES = 64 * 2**20
+_ALONE = membership.Member()
+
+
+def _member() -> membership.Member:
+    group = membership.current()
+    return group.member if group else _ALONE
 
 
 def rank() -> int:
     """This process's rank; 0 without a process group."""
-    group = membership.current()
-    return group.member.rank if group else 0
+    return _member().rank
 
 
 def world_size() -> int:
     """The number of ranks; 1 without a process group."""
-    group = membership.current()
-    return group.member.world_size if group else 1
+    return _member().world_size
 
 
 def local_rank() -> int:
     """This process's rank on its host; 0 without a process group."""
-    group = membership.current()
-    return group.member.local_rank if group else 0
+    return _member().local_rank
 
 
 def device() -> torch.device:
@@ -58,17 +62,17 @@ def is_rank_zero() -> bool:
 
 
 def barrier(name: str = "a barrier") -> None:
-    """Waits until every rank has come here.
+    """Waits until every rank has called it.
 
     Args:
-        name: What the barrier is for, as an error message would say it.
+        name: What the barrier is for; error messages contain it.
     """
     all_gather(None, name)
 
 
 @contextlib.contextmanager
 def rank_zero_first() -> Iterator[None]:
-    """Lets the first rank of each host run the block before the others (a download, say).
+    """Lets the first rank of each host run the block before the others, for example a download.
 
     Example: ::
 
@@ -91,132 +95,97 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def all_gather(value: Any, name: str) -> list[Any]:
-    """Every rank's value, by rank.
+    """Every rank's value, by rank: plain data (see :mod:`torchbearer_ddp.group.wire`).
 
-    Args:
-        value: Plain data (see :mod:`torchbearer_ddp.wire`); each rank may give another.
-        name: What is exchanged, the same on every rank.
+    ``name`` says what is exchanged; here and below it must be equal on all ranks.
     """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
+    group = _group_with_peers()
+    if group is None:
         return [value]
-    packed = wire.encode(value)
-    head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-    head[:_LENGTH_BYTES] = _length(packed)
-    room = _HEAD_BYTES - _LENGTH_BYTES
-    head[_LENGTH_BYTES : _LENGTH_BYTES + min(room, len(packed))] = packed[:room]
-    heads = _gather_bytes(group, head, name)
-    sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
-    rest = max(sizes) - room
-    if rest <= 0:
-        return [wire.decode(h[_LENGTH_BYTES:][:n]) for h, n in zip(heads, sizes, strict=True)]
-    tail = torch.zeros(rest, dtype=torch.uint8)
-    tail[: max(0, len(packed) - room)] = packed[room:]
-    tails = _gather_bytes(group, tail, f"{name} (continued)")
-    return [
-        wire.decode(torch.cat([h[_LENGTH_BYTES:], t])[:n])
-        for h, t, n in zip(heads, tails, sizes, strict=True)
-    ]
+    message = _packed(value)
+    messages = _gather_bytes(group, _padded(message[:_HEAD_BYTES], _HEAD_BYTES), name)
+    rest = max(map(_length, messages)) - _HEAD_BYTES
+    if rest > 0:
+        tails = _gather_bytes(group, _padded(message[_HEAD_BYTES:], rest), f"{name} (continued)")
+        messages = [torch.cat(parts) for parts in zip(messages, tails, strict=True)]
+    return [_unpacked(each) for each in messages]
 
 
 def broadcast(value: _T, name: str, source: int = 0) -> _T:
-    """The value of one rank, on every rank.
-
-    Args:
-        value: Plain data; only the source's counts.
-        name: What is exchanged, the same on every rank.
-        source: The rank whose value is sent.
-    """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
+    """The source rank's value, on every rank; plain data."""
+    group = _group_with_peers()
+    if group is None:
         return value
-    mine = group.member.rank == source
-    packed = wire.encode(value) if mine else torch.empty(0, dtype=torch.uint8)
-    size = int(all_gather(len(packed), name)[source])
-    buffer = packed if mine else torch.empty(size, dtype=torch.uint8)
-    _broadcast_flat(group, buffer, f"{name} (content)", source)
-    return value if mine else wire.decode(buffer)
+    is_source = group.member.rank == source
+    message = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8)
+    received = _padded(message[:_HEAD_BYTES], _HEAD_BYTES)
+    _broadcast_flat(group, received, name, source)
+    rest = _length(received) - _HEAD_BYTES
+    if rest > 0:
+        tail = _padded(message[_HEAD_BYTES:], rest)
+        _broadcast_flat(group, tail, f"{name} (continued)", source)
+        received = torch.cat([received, tail])
+    return value if is_source else _unpacked(received)
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str, source: int = 0) -> None:
-    """Overwrites these tensors with those of one rank, flattened per dtype and device.
-
-    Args:
-        tensors: The same shapes and dtypes on every rank.
-        name: What is exchanged, the same on every rank.
-        source: The rank whose tensors are sent.
-    """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
+    """Overwrites tensors with those of the source rank; shapes and dtypes must be equal."""
+    group = _group_with_peers()
+    if group is None:
         return
     for key, members in _by_kind(tensors).items():
         flat = torch.cat([t.detach().reshape(-1) for t in members])
-        _broadcast_flat(group, flat, f"{name} ({key})", source)
+        _broadcast_flat(group, flat, f"{name} ({key}, {flat.numel()} elements)", source)
         if group.member.rank != source:
             _copy_back(flat, members)
 
 
 def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Replaces each tensor by its sum over all ranks, flattened per dtype and device.
-
-    Args:
-        tensors: The same shapes and dtypes on every rank.
-        name: What is exchanged, the same on every rank.
-    """
-    group = membership.current()
-    if group is None or group.member.world_size == 1:
+    """Replaces each tensor by its sum over all ranks; shapes and dtypes must be equal."""
+    group = _group_with_peers()
+    if group is None:
         return
     for key, members in _by_kind(tensors).items():
         flat = torch.cat([t.detach().reshape(-1) for t in members])
-        channel = group.control if flat.device.type == "cpu" else group.gradients
         wait = Wait(group, f"{name} ({key}, {flat.numel()} elements)")
-        wait_for(dist.all_reduce(flat, group=channel, async_op=True), wait)
+        wait_for(dist.all_reduce(flat, group=_channel(group, flat), async_op=True), wait)
         _copy_back(flat, members)
 
 
 def any_rank(flag: bool, name: str) -> bool:
-    """True on every rank if any rank says so.
-
-    Args:
-        flag: This rank's say.
-        name: What is asked, the same on every rank.
-    """
+    """True on every rank if the flag is true on any."""
     return any(all_gather(bool(flag), name))
 
 
 def raise_together(error: BaseException | None, name: str) -> None:
-    """Raises on every rank if any rank has an error, so that none is left waiting alone.
+    """Raises on every rank if any rank has an error, so that no rank is left waiting.
 
-    A rank with an error of its own raises that one; the others raise one of the same kind, if it is
-    one of ours, that names the rank.
-
-    Args:
-        error: This rank's error, or None.
-        name: What was attempted, the same on every rank.
+    A rank with an error of its own raises that; the others raise one that names the failed rank.
     """
-    if world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    mine = None if error is None else [type(error).__name__, str(error)]
-    for other, found in enumerate(all_gather(mine, name)):
-        if found is None:
-            continue
-        if error is not None:
-            raise error
-        kind = {c.__name__: c for c in _all_errors()}.get(found[0], DistributedError)
-        raised = kind(f"Rank {other}: {found[1]}")
-        raised.secondary = True
-        raise raised
+    found = all_gather(describe_error(error), name)
+    if error is not None:
+        raise error
+    raise_first(found)
+
+
+def describe_error(error: BaseException | None) -> list[str] | None:
+    """An error as plain data, for :func:`raise_first` on other ranks."""
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def raise_first(described: Sequence[list[str] | None]) -> None:
+    """Raises the error of the first rank that has one: of its class, if that is one of ours."""
+    for failed, found in enumerate(described):
+        if found is not None:
+            known = getattr(errors, found[0], None)
+            kind = known if isinstance(known, type) else DistributedError
+            raised: DistributedError = kind(f"Rank {failed}: {found[1]}")
+            raised.secondary = True
+            raise raised
 
 
 def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
-    """What an action gives on rank zero, the only one to do it; if it fails there, all raise.
-
-    Args:
-        action: Gives plain data.
-        name: What it gives, the same on every rank.
-    """
+    """The plain data that an action returns on rank zero, which alone runs it; errors reach all."""
     result: Any = None
     error: Exception | None = None
     if is_rank_zero():
@@ -224,52 +193,59 @@ def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
             result = action()
         except Exception as caught:
             error = caught
-    raise_together(error, f"reading {name}")
-    return broadcast(result, name)  # type: ignore[no-any-return]
+    described, result = broadcast((describe_error(error), result), name)
+    if error is not None:
+        raise error
+    raise_first([described])
+    return result  # type: ignore[no-any-return]
 
 
 def agree(values: dict[str, Any], what: str, remedy: str) -> None:
-    """Compares values between ranks; where they differ, all raise the same error.
+    """Raises the same DesyncError on every rank if any of these values differs between ranks."""
+    raise_difference(all_gather(values, what), what, remedy)
 
-    Args:
-        values: Plain data by name.
-        what: What is compared, the same on every rank.
-        remedy: What the user can do about a difference.
 
-    Raises:
-        DesyncError: If any value differs; it names the value, the ranks and what they have.
-    """
-    everyone = all_gather(values, what)
-    for key in sorted({k for each in everyone for k in each}):
+def raise_difference(everyone: Sequence[dict[str, Any]], what: str, remedy: str) -> None:
+    """Raises a DesyncError that names the first value that differs between these ranks."""
+    for key in sorted({key for values in everyone for key in values}):
         found: dict[str, list[int]] = {}
-        for each_rank, each in enumerate(everyone):
-            found.setdefault(_short(each.get(key)), []).append(each_rank)
+        for each_rank, values in enumerate(everyone):
+            found.setdefault(_shortened(values.get(key)), []).append(each_rank)
         if len(found) > 1:
-            listing = "; ".join(f"{value} on rank {_ranks(r)}" for value, r in found.items())
+            listing = "; ".join(
+                f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in found.items()
+            )
             raise DesyncError(f"The ranks disagree on {key} ({what}): {listing}. {remedy}")
 
 
-def _ranks(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _all_errors() -> Iterator[type[DistributedError]]:
-    from torchbearer_ddp import errors
-
-    for found in vars(errors).values():
-        if isinstance(found, type) and issubclass(found, DistributedError):
-            yield found
+def _group_with_peers() -> membership.Group | None:
+    """The group, or None if there is no other rank to exchange with."""
+    group = membership.current()
+    return group if group is not None and group.member.world_size > 1 else None
 
 
-def _length(packed: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(
-        bytearray(len(packed).to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8
-    )
+def _packed(value: Any) -> torch.Tensor:
+    """A value as a message: the length of the message, and then the encoded value."""
+    content = wire.encode(value)
+    length = (_LENGTH_BYTES + len(content)).to_bytes(_LENGTH_BYTES, "little")
+    return torch.cat([torch.frombuffer(bytearray(length), dtype=torch.uint8), content])
+
+
+def _unpacked(message: torch.Tensor) -> Any:
+    return wire.decode(message[_LENGTH_BYTES : _length(message)])
+
+
+def _length(message: torch.Tensor) -> int:
+    return int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
+
+
+def _padded(part: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(part, (0, size - len(part)))
 
 
 def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -280,13 +256,18 @@ def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> lis
 
 
 def _broadcast_flat(group: membership.Group, flat: torch.Tensor, name: str, source: int) -> None:
-    channel = group.control if flat.device.type == "cpu" else group.gradients
-    wait = Wait(group, f"{name}, {flat.numel()} elements")
+    wait = Wait(group, name)
     for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
-        wait_for(dist.broadcast(piece, source, group=channel, async_op=True), wait)
+        work = dist.broadcast(piece, source, group=_channel(group, flat), async_op=True)
+        wait_for(work, wait)
+
+
+def _channel(group: membership.Group, tensor: torch.Tensor) -> Any:
+    return group.control if tensor.device.type == "cpu" else group.gradients
 
 
 def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Tensors by dtype and device: those of one kind are sent as one flat tensor."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -297,7 +278,6 @@ def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
 
 @torch.no_grad()
 def _copy_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    offset = 0
-    for tensor in tensors:
-        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += tensor.numel()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))

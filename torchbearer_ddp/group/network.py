@@ -1,8 +1,9 @@
-"""Which interface leads to a host."""
+"""Find the network interface that leads to a host."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
 
@@ -10,14 +11,14 @@ _SIOCGIFADDR = 0x8915
 
 
 def loopback(host: str) -> str | None:
-    """The loopback address that a host's name stands for, if it is one."""
+    """The loopback address that a host's name means, or None if it means another address."""
     if host in ("localhost", "127.0.0.1", "::1"):
         return "127.0.0.1"
     return host if host.startswith("127.") else None
 
 
 def route_to(host: str) -> str | None:
-    """This host's own address on the way to another host (no packet is sent)."""
+    """This host's own address on the route to another host; no packet is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
@@ -25,12 +26,8 @@ def route_to(host: str) -> str | None:
 
 
 def interface_of(address: str | None) -> str | None:
-    """The name of the interface that has this address, or None (also where it cannot be told)."""
+    """The name of the interface that has this address, or None if none is known to have it."""
     if address is None:
-        return None
-    try:
-        import fcntl
-    except ImportError:  # not on this platform
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

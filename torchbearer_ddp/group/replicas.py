@@ -1,9 +1,9 @@
-"""Equal replicas: fingerprints of a model's tensors, and statistics that agree between ranks."""
+"""Equal replicas: checksums of a model's tensors, and statistics averaged over the ranks."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def trained_tensors(model: torch.nn.Module, optimizer: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Every parameter once: the model's, and what else the optimizer trains (a learned loss, say).
-
-    Args:
-        model: The model; a parameter that several modules share has its first name.
-        optimizer: The optimizer.
-    """
+    """Every parameter once: the model's, and others that the optimizer trains (a learned loss)."""
     found = list(model.named_parameters())
     seen = {id(parameter) for _, parameter in found}
     for g, group in enumerate(optimizer.param_groups):
@@ -32,32 +27,24 @@ def trained_tensors(model: torch.nn.Module, optimizer: Any) -> list[tuple[str, t
 
 
 def replicated_tensors(model: torch.nn.Module, optimizer: Any) -> Named:
-    """Parameters and buffers: what must be the same on every rank."""
+    """Parameters and buffers, which must be equal on all ranks."""
     return [*trained_tensors(model, optimizer), *model.named_buffers()]
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """One checksum per tensor.
-
-    Args:
-        tensors: Names and tensors.
-    """
+    """One checksum per tensor."""
     return torch.tensor([_checksum(tensor) for _, tensor in tensors], dtype=torch.int64)
 
 
-def first_difference(tensors: Named, name: str) -> tuple[str, list[int]] | None:
-    """The first tensor that is not the same everywhere, and the ranks that differ from rank zero.
-
-    Args:
-        tensors: Names and tensors, the same names on every rank.
-        name: What is compared, the same on every rank.
-    """
-    everyone = collectives.all_gather(fingerprint(tensors), name)
-    for index, (tensor_name, _) in enumerate(tensors):
-        values = [int(each[index]) for each in everyone]
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
+def first_difference(
+    names: Sequence[str], fingerprints: Sequence[torch.Tensor]
+) -> tuple[str, str] | None:
+    """The first tensor that differs between ranks, and the ranks where it is not rank zero's."""
+    for index, name in enumerate(names):
+        values = [int(each[index]) for each in fingerprints]
+        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if others:
-            return tensor_name, others
+            return name, ", ".join(others)
     return None
 
 
@@ -82,18 +69,14 @@ def batch_norm_statistics(model: torch.nn.Module) -> Named:
 
 @torch.no_grad()
 def averaged_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """BatchNorm statistics averaged over all ranks; the model's own are left as they are.
+    """BatchNorm statistics averaged over all ranks; the model's own are not changed.
 
-    Each rank has seen its own share of the data, and each estimates the same mean and variance;
-    the average is the better estimate, and the same everywhere.
-
-    Args:
-        model: The model, the same layers on every rank.
+    Every rank estimates the same mean and variance from its own data, so the average is the better
+    estimate.
     """
     named = batch_norm_statistics(model)
-    # In double precision, so that equal statistics stay bitwise what they are.
-    sums = [buffer.detach().double() for _, buffer in named]
-    sums = [s.clone() if s is b else s for s, (_, b) in zip(sums, named, strict=True)]
+    # Sums in double precision leave statistics that are equal on all ranks bitwise unchanged.
+    sums = [buffer.detach().to(torch.float64, copy=True) for _, buffer in named]
     collectives.all_reduce(sums, "the BatchNorm statistics")
     world = collectives.world_size()
     return {
@@ -104,11 +87,7 @@ def averaged_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def align_buffers(model: torch.nn.Module) -> None:
-    """Makes the buffers agree: BatchNorm statistics are averaged, all others are rank zero's.
-
-    Args:
-        model: The model, the same layers on every rank.
-    """
+    """Makes buffers equal on all ranks: averaged BatchNorm statistics, else rank zero's values."""
     averaged = averaged_statistics(model)
     rest = []
     for name, buffer in model.named_buffers():
