@@ -23,7 +23,6 @@ from tests.checkpoint_runs import assert_same, build, network, outcome, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly
 from torchbearer_ddp.checkpoints import contents, file
-from torchbearer_ddp.checkpoints.schedule import SaveSchedule
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives, stop_request
 
@@ -453,35 +452,3 @@ def test_time_decides_on_all_ranks_alike(tmp_path):
     seconds = time.monotonic() - stepped[0]
     collectives.barrier()
     assert 1 <= len(names(tmp_path)) <= 1 + seconds / 0.2
-
-
-def test_looks_are_few_and_in_time():
-    lookout = SaveSchedule(every_seconds=None)
-    lookout.begin(10, writing=False)
-    assert not any(lookout.is_due(step) for step in range(11, 1000))
-    lookout.begin(10, writing=True)
-    asked = []
-    for step in range(11, 200):
-        if lookout.is_due(step):
-            asked.append(step)
-            lookout.heard(lookout.answer(step, busy=step < 100, failed=False))
-    assert asked == [11, 12, 14, 18, 26, 42, 74, 138]
-
-
-def test_the_clock_is_asked_a_handful_of_times_per_save(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lookout = SaveSchedule(every_seconds=100.0)
-    lookout.begin(0, writing=False)
-    asked, saved = 0, []
-    for step in range(1, 3001):
-        now[0] += 0.1
-        if lookout.is_due(step):
-            asked += 1
-            answer = lookout.answer(step, busy=False, failed=False)
-            lookout.heard(answer)
-            if answer.save:
-                saved.append(step)
-                lookout.begin(step, writing=False)
-    assert [abs(s - 1000 * (i + 1)) < 10 for i, s in enumerate(saved)] == [True, True]
-    assert asked < 50

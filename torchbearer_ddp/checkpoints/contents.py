@@ -30,15 +30,7 @@ _OURS = "Checkpoint"
 
 
 def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
-    """A copy of everything but what each rank has for itself.
-
-    Args:
-        state: The state of the running Trial.
-        snapshot: Takes the copies.
-
-    Raises:
-        CheckpointError: If something cannot be saved; the message names it.
-    """
+    """A copy of everything but what each rank has for itself."""
     callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
     criterion = state[torchbearer.CRITERION]
     live = {
@@ -57,15 +49,7 @@ def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def restore(state: Any, payload: dict[str, Any]) -> None:
-    """Puts back the model, the optimizer, the criterion and, in place, the history.
-
-    Args:
-        state: The state of the Trial.
-        payload: What :func:`collect` gave.
-
-    Raises:
-        CheckpointError: If it does not fit this trial.
-    """
+    """Puts back what :func:`collect` gave, but for the callbacks; the history in place."""
     load_model(state[torchbearer.MODEL], payload[MODEL])
     restore_optimizer(state, payload)
     saved = payload.get(SECTION, {}).get("criterion")
@@ -92,15 +76,8 @@ def _fitting(load: Any, what: str) -> None:
         ) from error
 
 
-# Callbacks and the schedulers inside them, by name.
-
-
 def named_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """The callbacks by name: the class, what it wraps, and a number where there are several.
-
-    Args:
-        callbacks: The callbacks in their order.
-    """
+    """The callbacks by name: the class, what it wraps, and a number where there are several."""
     return _numbered((_callback_name(callback), callback) for callback in callbacks)
 
 
@@ -119,12 +96,7 @@ def _callback_name(callback: Any) -> str:
 
 
 def restore_callbacks(state: Any, payload: dict[str, Any]) -> None:
-    """Puts back the states of the callbacks that are still there, and of their schedulers.
-
-    Args:
-        state: The state of the running Trial.
-        payload: What :func:`collect` gave.
-    """
+    """Puts back the states of the callbacks that are still there, and of their schedulers."""
     section = payload.get(SECTION, {})
     callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
     for name, saved in section.get("callbacks", {}).items():
@@ -137,7 +109,7 @@ def restore_callbacks(state: Any, payload: dict[str, Any]) -> None:
 
 
 def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
-    """Names the callbacks whose state finds nobody, and those that find no state."""
+    """Names the saved callbacks that are gone, and those that are new."""
     saved = payload.get(SECTION, {}).get("callbacks", {})
     live = named_callbacks(state[torchbearer.CALLBACK_LIST])
     missing = [name for name in saved if name not in live and not name.startswith(_OURS)]
@@ -171,9 +143,6 @@ def _like(live: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# The model under its plain names, without the prefixes of wrappers.
-
-
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DistributedDataParallel, DataParallel or torch.compile."""
     while (name := _inner_name(model)) is not None:
@@ -188,12 +157,7 @@ def _inner_name(module: torch.nn.Module) -> str | None:
 
 
 def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """By each of these names of tensors the one without the wrappers that it passes through.
-
-    Args:
-        model: The model, wrapped or not.
-        names: Keys of its ``state_dict``.
-    """
+    """By each of these keys of a state dict the one without the names of wrappers."""
     wrappers = [
         (f"{path}." if path else "", f"{inner}.")
         for path, module in model.named_modules(remove_duplicate=False)
@@ -217,15 +181,7 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Loads a state dict with plain names into a model, wrapped or not.
-
-    Args:
-        model: The model.
-        saved: What :func:`model_state` gave, or a state dict of a wrapped model.
-
-    Raises:
-        CheckpointError: If the file is another model's; nothing is loaded then.
-    """
+    """Loads a state dict into a model, both wrapped or not; one that does not fit is refused."""
     live = model.state_dict()
     names = plain_names(model, live)
     if saved and all(name.startswith("module.") for name in saved) and set(saved) != set(names):
@@ -250,18 +206,8 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-# Files of other origin.
-
-
 def from_torchbearer(loaded: Any) -> dict[str, Any]:
-    """Brings what torchbearer's own checkpointers save into our form, as plain data.
-
-    Args:
-        loaded: A ``Trial.state_dict``, one of ours, or the state dict of a model alone.
-
-    Raises:
-        CheckpointError: If it is none of these.
-    """
+    """Brings a ``Trial.state_dict``, or that of a model alone, into our form, as plain data."""
     if not isinstance(loaded, dict):
         raise CheckpointError(
             f"The file holds a {type(loaded).__qualname__} where a dict was expected: it is not a "

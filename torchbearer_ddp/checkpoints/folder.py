@@ -1,4 +1,4 @@
-"""The folder of a run: names, the newest, ``latest``, what is kept, and one run only."""
+"""The folder of a run: names, the newest file, ``latest``, what is kept, and one run only."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ import re
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchbearer_ddp.checkpoints import file
+from torchbearer_ddp.checkpoints import contents, file
+from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.errors import CheckpointError
 
 LATEST = "latest"
+#: The form of what is in a file; one of another form is refused.
+FORMAT = 2
 _LOCK = ".lock"
-#: How long a run that was killed may take to let go of the lock.
-_LET_GO_SECONDS = 2.0
+#: How long a run that was killed may take to release the lock.
+_RELEASE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NUMBERED = re.compile(r"(epoch|step)-\d+\.pt")
@@ -42,11 +46,7 @@ def step_name(step: int) -> str:
 
 
 def best_name(monitor: str) -> str:
-    """The name of the best checkpoint by a metric, which cannot lead out of the folder.
-
-    Args:
-        monitor: The metric's name.
-    """
+    """The name of the best checkpoint by a metric, which cannot lead out of the folder."""
     return f"best-{re.sub(r'[^A-Za-z0-9_.-]', '_', monitor)}.pt"
 
 
@@ -75,11 +75,8 @@ class Folder:
         self._damaged: set[str] = set()
 
     def open(self) -> None:
-        """Makes the folder, claims it for this run, and sweeps what a killed run left.
-
-        Raises:
-            CheckpointError: If it cannot be written, or another run is using it.
-        """
+        """Makes the folder, claims it for this run, and removes what a killed run left."""
+        file.require_checksums()
         try:
             self.path.mkdir(mode=self._folder_mode, parents=True, exist_ok=True)
             self._claim()
@@ -102,26 +99,19 @@ class Folder:
 
         def age(path: Path) -> tuple[float, bool, str]:
             label = file.read_label(path)
-            # The same save may stand under two names: the numbered one first.
-            return (
-                -label.serial if label else -float("inf"),
-                not _NUMBERED.fullmatch(path.name),
-                path.name,
-            )
+            serial = label.serial if label else float("inf")
+            # The same save may have two names: the numbered one first.
+            return -serial, not _NUMBERED.fullmatch(path.name), path.name
 
-        names = (p for p in self.path.iterdir() if p.suffix == ".pt")
-        return sorted(
-            (p for p in names if _NUMBERED.fullmatch(p.name) or _BEST.fullmatch(p.name)), key=age
-        )
+        names = (_NUMBERED, _BEST)
+        ours = [p for p in self.path.iterdir() if any(name.fullmatch(p.name) for name in names)]
+        return sorted(ours, key=age)
 
     def read_newest(self) -> tuple[Path | None, Any, list[str]]:
         """The newest whole checkpoint, its contents, and what is wrong with those after it.
 
         ``latest`` points to it from now on: not to a damaged file, and not to the one before where
         a kill came between the two.
-
-        Raises:
-            CheckpointError: If there are checkpoints, and all are damaged.
         """
         problems: list[str] = []
         for path in self.newest_first():
@@ -131,7 +121,7 @@ class Folder:
                 problems.append(str(error))
                 self._damaged.add(path.name)
                 continue
-            with contextlib.suppress(OSError):  # if nothing can be written, the first save says so
+            with contextlib.suppress(OSError):  # if nothing can be written, the first save fails
                 self._point_latest(path.name)
             return path, payload, problems
         if problems:
@@ -147,15 +137,9 @@ class Folder:
         return 1 + max((label.serial for label in labels if label), default=0)
 
     def put(self, payload: Any, names: Sequence[str], label: Label) -> None:
-        """Writes a checkpoint under one or more names; it stands when this returns.
+        """Writes a checkpoint; it is durable under all of its names when this returns.
 
-        Args:
-            payload: Plain data and tensors.
-            names: The names; all but the first are links to the same file where that is possible.
-            label: Which save this is.
-
-        Raises:
-            CheckpointError: If it cannot be written; the older ones are as they were.
+        All names but the first are links to the same file where the file system has links.
         """
         first, *others = names
         try:
@@ -174,14 +158,10 @@ class Folder:
             ) from error
 
     def remove_old(self) -> None:
-        """Removes what need not be kept, apart from :meth:`put`: freeing a large file takes time.
-
-        Raises:
-            CheckpointError: If one cannot be removed.
-        """
+        """Removes what need not be kept; not in :meth:`put`, as freeing a large file takes time."""
         if self._keep is None:
             return
-        # A damaged file keeps nothing alive, and must not push a whole one out.
+        # Damaged files do not count: they must not push a whole one out.
         numbered = [
             path
             for path in self.newest_first()
@@ -219,46 +199,41 @@ class Folder:
                 ) from error
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            return  # a file system without locks: nothing to be had
+            return  # a file system without locks
         os.ftruncate(descriptor, 0)
-        os.write(
-            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-        )
+        mine = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        os.write(descriptor, mine.encode())
         _locks[key] = descriptor
 
     def _link(self, name: str, other: str) -> None:
-        temporary = self.path / f"{file.TEMPORARY_PREFIX}{os.getpid()}-{other}"
-        temporary.unlink(missing_ok=True)
         try:
+            temporary = file.temporary_name(self.path / other)
             os.link(self.path / name, temporary)
+            temporary.replace(self.path / other)
         except OSError:  # not every file system has hard links
             with (
                 (self.path / name).open("rb") as source,
-                file.open_private(temporary, self._file_mode) as target,
+                file.create(self.path / other, self._file_mode) as target,
             ):
                 shutil.copyfileobj(source, target)
-                os.fsync(target.fileno())
-        temporary.replace(self.path / other)
 
     def _point_latest(self, name: str) -> None:
-        temporary = self.path / f"{file.TEMPORARY_PREFIX}{os.getpid()}-{LATEST}"
-        temporary.unlink(missing_ok=True)
         try:
+            temporary = file.temporary_name(self.path / LATEST)
             temporary.symlink_to(name)
-        except (OSError, NotImplementedError):  # no symbolic links here: a text file says the name
-            with file.open_private(temporary, self._file_mode) as target:
+            temporary.replace(self.path / LATEST)
+        except (OSError, NotImplementedError):  # no symbolic links here: a text file has the name
+            with file.create(self.path / LATEST, self._file_mode) as target:
                 target.write(f"{name}\n".encode())
-                os.fsync(target.fileno())
-        temporary.replace(self.path / LATEST)
 
 
 def _lock(descriptor: int) -> None:
-    """Takes the lock, now or when a run that is on its way out has let go of it.
+    """Takes the lock, now or within the time that a run which is being ended may need to free it.
 
-    After a SIGKILL to the launcher the kernel ends the ranks, but who starts again at once may come
-    before that: a process that waits for the disk ends only then.
+    After a SIGKILL to the launcher the kernel ends the ranks, but one that waits for the disk ends
+    only after that: a new run may start before.
     """
-    deadline = time.monotonic() + _LET_GO_SECONDS
+    deadline = time.monotonic() + _RELEASE_SECONDS
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,3 +246,50 @@ def _lock(descriptor: int) -> None:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+# Which checkpoint a run continues from, and files of any origin; on rank zero only.
+
+
+def find(folder: Folder, resume: bool | str | os.PathLike[str]) -> tuple[str, Any]:
+    """The path and the contents of the checkpoint to continue from; without one, None as contents.
+
+    ``resume`` is what :class:`~torchbearer_ddp.Checkpoint` was given.
+    """
+    path: Path | None
+    if resume is False:
+        if old := folder.newest_first():
+            raise CheckpointError(
+                f"resume=False starts a run afresh, but {folder.path} holds checkpoints already "
+                f"(the newest is {old[0].name}). Give another folder, or remove them."
+            )
+        return "", None
+    if resume in (True, "auto"):
+        path, payload, problems = folder.read_newest()
+        for problem in problems:
+            warnings.warn(f"{problem} Instead, {path} is used.", stacklevel=2)
+        if path is None:
+            if resume is True:
+                raise CheckpointError(
+                    f"resume=True, but there is no checkpoint in {folder.path}. Give the folder of "
+                    "the run to continue, or resume='auto' to start afresh where there is none."
+                )
+            return "", None
+    else:
+        path = Path(resume)  # type: ignore[arg-type]
+        payload = file.read(path)
+    section = payload.get(SECTION, {}) if isinstance(payload, dict) else {}
+    if section.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {section.get('format')}, but this version of torchbearer_ddp "
+            f"reads format {FORMAT}. Use the version that wrote it ({section.get('versions')})."
+        )
+    return str(path), payload
+
+
+def read_any(path: Path, *, trust: bool) -> dict[str, Any]:
+    """The contents of a file in our form: one of ours, verified, or one of other origin."""
+    ours = file.read_label(path) is not None
+    return contents.from_torchbearer(
+        file.read(path) if ours else file.read_foreign(path, trust=trust)
+    )

@@ -111,6 +111,20 @@ def all_gather(value: Any, name: str) -> list[Any]:
     return [_unpacked(each) for each in messages]
 
 
+def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
+    """Every rank's value, by rank, on the target rank only; an empty list on the others."""
+    group = _group_with_peers()
+    if group is None:
+        return [value]
+    message = _packed(value)
+    message = _padded(message, max(all_gather(len(message), f"{name} (sizes)")))
+    is_target = group.member.rank == target
+    received = [torch.empty_like(message) for _ in range(world_size())] if is_target else None
+    work = dist.gather(message, received, target, group=group.control, async_op=True)
+    wait_for(work, Wait(group, name))
+    return [_unpacked(each) for each in received or []]
+
+
 def broadcast(value: _T, name: str, source: int = 0) -> _T:
     """The source rank's value, on every rank; plain data."""
     group = _group_with_peers()
