@@ -269,6 +269,64 @@ def test_evaluate_and_predict_neither_resume_nor_save(tmp_path):
     assert len(trial.state[torchbearer.HISTORY]) == 2
 
 
+def test_a_run_differs_from_an_evaluation_whatever_came_before(tmp_path):
+    """torchbearer leaves the data of the last call in the trial's state."""
+    train(tmp_path, epochs=1)
+    seen = []
+
+    @torchbearer.callbacks.on_end_epoch
+    def evaluate_inside(state):
+        if state is checkpoint._run_state:
+            trial.evaluate(data_key=torchbearer.TRAIN_DATA)
+            trial.evaluate()
+            seen.append(checkpoint._run_state is state)
+
+    checkpoint = Checkpoint(tmp_path, every_epochs=None, every_steps=5, monitor=None)
+    trial = build(evaluate_inside, checkpoint)
+    stop_request.reset()
+    trial.evaluate()
+    trial.predict()  # there is no test data
+    assert not stop_request.current().resumable
+    assert not trial.state[torchbearer.HISTORY]
+    trial.evaluate(data_key=torchbearer.TRAIN_DATA)
+    trial.run(2)
+    assert seen == [True]
+    assert stop_request.current().resumable
+    assert len(trial.state[torchbearer.HISTORY]) == 2  # one of them the checkpoint's
+    assert "step-0000015.pt" in names(tmp_path)
+
+
+@pytest.mark.parametrize("hook", ["on_sample", "on_sample_validation"])
+def test_a_run_after_one_that_failed(tmp_path, hook):
+    fail = [True]
+
+    def body(state):
+        if fail[0]:
+            raise Stopped
+
+    trial = build(getattr(torchbearer.callbacks, hook)(body), Checkpoint(tmp_path))
+    with pytest.raises(Stopped):
+        trial.run(1)
+    fail[0] = False
+    trial.evaluate()
+    assert not names(tmp_path)
+    trial.run(1)
+    assert "epoch-0001.pt" in names(tmp_path)
+
+
+def test_a_run_that_cannot_be_told_from_an_evaluation_is_refused(tmp_path):
+    @torchbearer.callbacks.on_start_training
+    def fail(state):
+        raise Stopped
+
+    trial = build(fail, Checkpoint(tmp_path))
+    with pytest.raises(Stopped):
+        trial.run(1)
+    fail.on_start_training = lambda state: None
+    with pytest.raises(CheckpointError, match="Make a new Trial"):
+        trial.run(1)
+
+
 def test_a_changed_list_of_callbacks_is_matched_by_name(tmp_path):
     stopping = EarlyStopping(monitor="loss", patience=50)
     train(tmp_path, [stopping, RankZeroOnly(EarlyStopping(monitor="acc"))], epochs=2)

@@ -29,6 +29,11 @@ TEMPORARY_PREFIX = ".tmp-"
 
 _MARK = b"torchbearer_ddp checkpoint "
 _LONGEST_COMMENT = 512
+#: What torch reads of the list of records.
+_LISTED = (
+    *("filename", "CRC", "file_size", "compress_size", "compress_type", "header_offset"),
+    *("external_attr", "flag_bits"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,6 @@ class Label:
     epochs: int
     step: int
     records: int = field(default=0, compare=False)
-
-    def __post_init__(self) -> None:
-        """Refuses what a damaged comment could have turned into."""
-        for value in asdict(self).values():
-            if type(value) is not int or value < 0:
-                raise ValueError(f"a label holds whole numbers from 0 on, not {value!r}")
 
     def comment(self) -> bytes:
         """The comment of an archive with this label; it has a CRC-32 of its own."""
@@ -142,73 +141,26 @@ def read_label(path: Path) -> Label | None:
         label = Label(**json.loads(comment[len(_MARK) :].rpartition(b" ")[0]))
     except (OSError, ValueError, TypeError):
         return None
-    return label if label.comment() == comment else None
+    numbers = all(type(value) is int and value >= 0 for value in asdict(label).values())
+    return label if numbers and label.comment() == comment else None
 
 
-def read(path: Path) -> Any:
-    """The contents of a file that is there, one of ours, and not damaged.
+def read(path: Path, *, foreign: bool = False, trust: bool = False) -> Any:
+    """The contents of a file, verified unless it is of other origin.
 
-    Raises:
-        CheckpointError: For whatever reason a file cannot be used, so that an older one can be.
+    Whatever is wrong with the file raises CheckpointError, so that an older one can be used. What
+    is not plain data is refused, unless it is trusted.
     """
-    with _open(path) as file:
-        label = read_label(path)
-        if label is None:
-            raise CheckpointError(
-                f"{path} has no label at its end: it is truncated, or not written by Checkpoint. "
-                "Checkpoint.load(trial, path) reads files of other origin."
-            )
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
-                if damaged is None and _records_crc(archive) != label.records:
-                    damaged = "list of records"
-        except Exception as error:  # zipfile raises errors of many kinds
-            damaged = f"list of records ({_first_line(error)})"
-        if damaged is not None:
-            raise CheckpointError(
-                f"{path} is damaged: the CRC-32 of its {damaged} is not the one that was written. "
-                "Use an older checkpoint, and have the disk or the copy checked."
-            )
-        return load(file, path)
-
-
-def _records_crc(archive: zipfile.ZipFile) -> int:
-    """A checksum over all that torch reads of the archive's list of records."""
-    listed = [
-        (r.filename, r.CRC, r.file_size, r.compress_size, r.compress_type, r.header_offset,
-         r.external_attr, r.flag_bits)
-        for r in archive.infolist()
-    ]  # fmt: skip
-    return zlib.crc32(repr(listed).encode())
-
-
-def read_foreign(path: Path, *, trust: bool) -> Any:
-    """The contents of a file of other origin, which cannot be verified."""
-    with _open(path) as file:
-        return load(file, path, trust=trust)
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            yield file
+            if not foreign:
+                _verify(file, path)
+                file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=not trust)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
-
-
-def load(file: BinaryIO, path: Path, *, trust: bool = False) -> Any:
-    """What ``torch.load`` finds; what is not plain data is refused, unless it is trusted."""
-    try:
-        file.seek(0)
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            if not trust:
-                raise
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=False)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than plain data, or is not a checkpoint at all; nothing in it was "
@@ -219,6 +171,32 @@ def load(file: BinaryIO, path: Path, *, trust: bool = False) -> Any:
         raise CheckpointError(
             f"{path} is not a whole file of torch.save ({_first_line(error)}). Use another one."
         ) from error
+
+
+def _verify(file: BinaryIO, path: Path) -> None:
+    label = read_label(path)
+    if label is None:
+        raise CheckpointError(
+            f"{path} has no label at its end: it is truncated, or not written by Checkpoint. "
+            "Checkpoint.load(trial, path) reads files of other origin."
+        )
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+            if damaged is None and _records_crc(archive) != label.records:
+                damaged = "list of records"
+    except Exception as error:  # zipfile raises errors of many kinds
+        damaged = f"list of records ({_first_line(error)})"
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path} is damaged: the CRC-32 of its {damaged} is not the one that was written. Use "
+            "an older checkpoint, and have the disk or the copy checked."
+        )
+
+
+def _records_crc(archive: zipfile.ZipFile) -> int:
+    listed = [[getattr(record, name) for name in _LISTED] for record in archive.infolist()]
+    return zlib.crc32(repr(listed).encode())
 
 
 def _first_line(error: Exception) -> str:

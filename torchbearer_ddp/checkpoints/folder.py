@@ -256,27 +256,12 @@ def find(folder: Folder, resume: bool | str | os.PathLike[str]) -> tuple[str, An
 
     ``resume`` is what :class:`~torchbearer_ddp.Checkpoint` was given.
     """
-    path: Path | None
-    if resume is False:
-        if old := folder.newest_first():
-            raise CheckpointError(
-                f"resume=False starts a run afresh, but {folder.path} holds checkpoints already "
-                f"(the newest is {old[0].name}). Give another folder, or remove them."
-            )
-        return "", None
-    if resume in (True, "auto"):
-        path, payload, problems = folder.read_newest()
-        for problem in problems:
-            warnings.warn(f"{problem} Instead, {path} is used.", stacklevel=2)
+    if isinstance(resume, bool) or resume == "auto":
+        path, payload = _newest(folder, resume)
         if path is None:
-            if resume is True:
-                raise CheckpointError(
-                    f"resume=True, but there is no checkpoint in {folder.path}. Give the folder of "
-                    "the run to continue, or resume='auto' to start afresh where there is none."
-                )
             return "", None
     else:
-        path = Path(resume)  # type: ignore[arg-type]
+        path = Path(resume)
         payload = file.read(path)
     section = payload.get(SECTION, {}) if isinstance(payload, dict) else {}
     if section.get("format") != FORMAT:
@@ -287,9 +272,26 @@ def find(folder: Folder, resume: bool | str | os.PathLike[str]) -> tuple[str, An
     return str(path), payload
 
 
+def _newest(folder: Folder, resume: bool | str) -> tuple[Path | None, Any]:
+    if resume is False:
+        if old := folder.newest_first():
+            raise CheckpointError(
+                f"resume=False starts a run afresh, but {folder.path} holds checkpoints already "
+                f"(the newest is {old[0].name}). Give another folder, or remove them."
+            )
+        return None, None
+    path, payload, problems = folder.read_newest()
+    for problem in problems:
+        warnings.warn(f"{problem} Instead, {path} is used.", stacklevel=2)
+    if path is None and resume is True:
+        raise CheckpointError(
+            f"resume=True, but there is no checkpoint in {folder.path}. Give the folder of the run "
+            "to continue, or resume='auto' to start afresh where there is none."
+        )
+    return path, payload
+
+
 def read_any(path: Path, *, trust: bool) -> dict[str, Any]:
     """The contents of a file in our form: one of ours, verified, or one of other origin."""
-    ours = file.read_label(path) is not None
-    return contents.from_torchbearer(
-        file.read(path) if ours else file.read_foreign(path, trust=trust)
-    )
+    foreign = file.read_label(path) is None
+    return contents.from_torchbearer(file.read(path, foreign=foreign, trust=trust and foreign))

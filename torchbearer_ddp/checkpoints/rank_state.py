@@ -113,11 +113,9 @@ def differing_buffers(
     Ranks see different data, so the statistics of BatchNorm diverge within an epoch.
     """
     differ = (torch.stack([*checksums]) != checksums[0]).any(0).tolist()
-    named = dict(model.named_buffers())
-    plain = contents.plain_names(model, named)
     return {
-        plain[name]: buffer.detach().cpu()
-        for (name, buffer), differs in zip(named.items(), differ, strict=True)
+        contents.plain_name(model, name): buffer.detach().cpu()
+        for (name, buffer), differs in zip(model.named_buffers(), differ, strict=True)
         if differs
     }
 
@@ -130,19 +128,17 @@ def averaged_statistics(
     A model loaded elsewhere gets their average, a run that continues each rank's own. The live
     buffers stay as they are: a save must not change the run.
     """
-    names = [name for name, _ in replicas.batch_norm_statistics(model)]
     averaged = {}
-    for name in contents.plain_names(model, names).values():
+    for name in [contents.plain_name(model, n) for n, _ in replicas.batch_norm_statistics(model)]:
         if name in buffers[0]:
-            own = [each[name] for each in buffers]
-            averaged[name] = torch.stack(own).double().mean(0).to(own[0].dtype)
+            own = torch.stack([each[name] for each in buffers])
+            averaged[name] = own.double().mean(0).to(own.dtype)
     return averaged
 
 
 @torch.no_grad()
 def restore_buffers(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     """Puts back this rank's own buffers."""
-    live = dict(model.named_buffers())
-    for name, plain in contents.plain_names(model, live).items():
-        if plain in saved:
-            live[name].copy_(saved[plain])
+    for name, buffer in model.named_buffers():
+        if (plain := contents.plain_name(model, name)) in saved:
+            buffer.copy_(saved[plain])

@@ -115,7 +115,6 @@ class Saver:
             "epochs": epochs,
             "batch": batch,
             "global_step": global_step,
-            "sampler": {"epoch": epochs, "position": batch},
             **data_plan(state),
             "versions": {"python": sys.version.split()[0], **versions()},
         }

@@ -26,12 +26,10 @@ class Snapshot(PlainDataWalker):
         self._buffers: dict[str, torch.Tensor] = {}
         self._shared: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def copy(self, value: Any, where: str) -> Any:
+    def copy(self, value: dict[str, Any], where: str) -> dict[str, Any]:
         """The value as it is now, on the CPU; ``where`` is its name in error messages."""
-        try:
-            return self.walk(value, where)
-        finally:
-            self._shared = {}
+        self._shared = {}
+        return dict(self.walk(value, where))
 
     def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
         """The copy of a tensor."""
