@@ -42,7 +42,7 @@ def rng_state() -> dict[str, Any]:
     legacy: Any = numpy.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        "python": [version, torch.tensor(words), gauss],
         "numpy": [str(kind), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
@@ -54,7 +54,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Puts back what :func:`rng_state` gave."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
