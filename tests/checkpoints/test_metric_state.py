@@ -37,7 +37,7 @@ def filled():
 def test_data_comes_back_as_it_was_and_nothing_else():
     saved = wire.decode(wire.encode(metric_state.collect(filled(), mid_epoch=True)))
     holder = Holder()
-    metric_state.restore(holder, saved, "cpu")
+    metric_state.restore(holder, saved)
     assert isinstance(holder.recent, deque)
     assert holder.recent.maxlen == 3
     assert [float(each) for each in holder.recent] == [2.0, 3.0, 4.0]
@@ -53,15 +53,6 @@ def test_data_comes_back_as_it_was_and_nothing_else():
 
 def test_a_ledger_is_left_out_at_the_end_of_an_epoch():
     holder = Holder()
-    metric_state.restore(holder, metric_state.collect(filled(), mid_epoch=False), "cpu")
+    metric_state.restore(holder, metric_state.collect(filled(), mid_epoch=False))
     assert holder.inner[0].count == 7
     assert holder.inner[1][1]._counts == []
-
-
-def test_tensors_go_back_to_the_device():
-    saved = metric_state.collect_values({"a": [torch.ones(2)], "b": torch.ones(2)})
-    assert saved["on_device"] == []
-    saved["on_device"] = ["a[0]"]
-    restored = metric_state.restored_values(saved, "meta")  # stands in for a GPU
-    assert restored["a"][0].device.type == "meta"
-    assert restored["b"].device.type == "cpu"

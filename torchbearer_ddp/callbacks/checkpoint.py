@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,7 +90,7 @@ class Checkpoint(OrderedCallback):
     ) -> None:
         super().__init__()
         require_positive(keep=keep)
-        self._folder = Folder(Path(folder), keep, file_mode=file_mode, folder_mode=folder_mode)
+        self._folder = Folder(Path(folder), keep, file_mode, folder_mode)
         self._saver = Saver(self._folder, background=background)
         self._schedule = SaveSchedule(every_epochs, every_steps, every_seconds)
         self._best = Best(monitor, mode)
@@ -124,14 +124,12 @@ class Checkpoint(OrderedCallback):
     def on_init(self, state: Any) -> None:
         """At init, where a second callback on the same folder can still be refused."""
         super().on_init(state)
-        for other in state[torchbearer.CALLBACK_LIST]:
-            if other is self or not isinstance(other, Checkpoint):
-                continue
-            if other._folder.path.resolve() == self._folder.path.resolve():
-                raise ValueError(
-                    f"Two Checkpoint callbacks write into {self._folder.path}: each needs a folder "
-                    "of its own."
-                )
+        callbacks = [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, Checkpoint)]
+        if len({each._folder.path.resolve() for each in callbacks}) < len(callbacks):
+            raise ValueError(
+                f"Two Checkpoint callbacks write into {self._folder.path}: each needs a folder of "
+                "its own."
+            )
 
     def on_start(self, state: Any) -> None:
         """Before any other callback starts: they are to see the run that continues."""
@@ -183,9 +181,8 @@ class Checkpoint(OrderedCallback):
         holds_gradients = self._gradients is not None and self._gradients.holds_gradients
         if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = not holds_gradients  # with them, not before
-        due = self._schedule.is_due_at_step(self._global_step)
-        due = self._is_wished() or due or self._is_stopped_by_signal(state)
-        self._is_due = self._is_due or due
+        due = self._is_due or self._schedule.is_due_at_step(self._global_step)
+        self._is_due = self._is_wished() or due or self._is_stopped_by_signal(state)
         if self._is_due and not holds_gradients:  # held gradients would not be in the file
             self.save_now(state)
 
@@ -206,8 +203,7 @@ class Checkpoint(OrderedCallback):
         """The epoch is in the history, and every callback is done with it."""
         if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = True
-        names = self._names_for_epoch(state) if collectives.is_rank_zero() else []
-        self._save(state, names, None)
+        self._save(state, lambda: self._names_for_epoch(state), None)
 
     def on_end(self, state: Any) -> None:
         """The run is not over before its last checkpoint is written."""
@@ -234,7 +230,7 @@ class Checkpoint(OrderedCallback):
         Args:
             state: The state of the running Trial.
         """
-        self._save(state, [folder.step_name(self._global_step)], self._trace)
+        self._save(state, lambda: [folder.step_name(self._global_step)], self._trace)
 
     @staticmethod
     def load(
@@ -312,8 +308,10 @@ class Checkpoint(OrderedCallback):
             return [folder.epoch_name(epochs), *best]
         return best
 
-    def _save(self, state: Any, names: list[str], trace: EpochTrace | None) -> None:
-        if self._saver.save(state, names, self._global_step, trace):
+    def _save(
+        self, state: Any, choose_names: Callable[[], list[str]], trace: EpochTrace | None
+    ) -> None:
+        if self._saver.save(state, choose_names, self._global_step, trace):
             self._schedule.saved(self._global_step)
             self._is_due = False
 

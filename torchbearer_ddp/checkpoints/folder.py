@@ -6,13 +6,14 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,14 @@ _LOCK = ".lock"
 #: How long a run that was killed may take to release the lock.
 _RELEASE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+_START_AGAIN = (
+    "Make room or repair the folder, then start again: the run continues from the newest one."
+)
 _HELD = (errno.EACCES, errno.EAGAIN)
+#: From a file system without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NUMBERED = re.compile(r"(epoch|step)-\d+\.pt")
-_BEST = re.compile(r"best-.+\.pt")
+_OURS = re.compile(rf"{_NUMBERED.pattern}|best-.+\.pt")
 #: The locks this process holds. They belong to the process, so a second Trial in it may go on.
 _locks: dict[Path, int] = {}
 
@@ -61,12 +67,7 @@ class Folder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        keep: int | None = None,
-        *,
-        file_mode: int = 0o600,
-        folder_mode: int = 0o700,
+        self, path: Path, keep: int | None = None, file_mode: int = 0o600, folder_mode: int = 0o700
     ) -> None:
         self.path = path
         self._keep = keep
@@ -77,16 +78,12 @@ class Folder:
     def open(self) -> None:
         """Makes the folder, claims it for this run, and removes what a killed run left."""
         file.require_checksums()
-        try:
+        failure = f"The checkpoint folder {self.path} cannot be used"
+        with _explained(failure, "Give one that this user may write."):
             self.path.mkdir(mode=self._folder_mode, parents=True, exist_ok=True)
             self._claim()
             for left in self.path.glob(f"{file.TEMPORARY_PREFIX}*"):
                 left.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint folder {self.path} cannot be used ({_reason(error)}). Give one "
-                "that this user may write."
-            ) from error
 
     def close(self) -> None:
         """Lets another run use the folder."""
@@ -99,13 +96,11 @@ class Folder:
 
         def age(path: Path) -> tuple[float, bool, str]:
             label = file.read_label(path)
-            serial = label.serial if label else float("inf")
+            serial = label.serial if label else math.inf
             # The same save may have two names: the numbered one first.
             return -serial, not _NUMBERED.fullmatch(path.name), path.name
 
-        names = (_NUMBERED, _BEST)
-        ours = [p for p in self.path.iterdir() if any(name.fullmatch(p.name) for name in names)]
-        return sorted(ours, key=age)
+        return sorted((p for p in self.path.iterdir() if _OURS.fullmatch(p.name)), key=age)
 
     def read_newest(self) -> tuple[Path | None, Any, list[str]]:
         """The newest whole checkpoint, its contents, and what is wrong with those after it.
@@ -142,7 +137,8 @@ class Folder:
         All names but the first are links to the same file where the file system has links.
         """
         first, *others = names
-        try:
+        failure = f"The checkpoint {self.path / first} could not be written"
+        with _explained(failure, f"The earlier checkpoints are as they were. {_START_AGAIN}"):
             file.write(self.path / first, payload, label, self._file_mode)
             for name in others:
                 self._link(first, name)
@@ -150,12 +146,6 @@ class Folder:
                 self._point_latest(first)
             file.sync_folder(self.path)
             self._damaged.difference_update(names)
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint {self.path / first} could not be written ({_reason(error)}). The "
-                "earlier checkpoints are as they were. Make room or repair the folder, then start "
-                "again: the run continues from the newest one."
-            ) from error
 
     def remove_old(self) -> None:
         """Removes what need not be kept; not in :meth:`put`, as freeing a large file takes time."""
@@ -168,13 +158,8 @@ class Folder:
             if _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
         ]
         for path in numbered[self._keep :]:
-            try:
+            with _explained(f"The old checkpoint {path} could not be removed", _START_AGAIN):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise CheckpointError(
-                    f"The old checkpoint {path} could not be removed ({_reason(error)}). Repair "
-                    "the folder, then start again: the run continues from the newest one."
-                ) from error
 
     def _claim(self) -> None:
         """Takes the lock. It is the process's own: the kernel frees it, however the process ends.
@@ -184,9 +169,8 @@ class Folder:
         key = self.path.resolve()
         if key in _locks:
             return
-        descriptor = os.open(
-            key / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode | 0o600
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(key / _LOCK, flags, self._file_mode | 0o600)
         try:
             _lock(descriptor)
         except OSError as error:
@@ -197,13 +181,13 @@ class Folder:
                     f"Another run ({holder or 'unknown'}) is writing checkpoints into {self.path}. "
                     "Wait for it to end, or give this run a folder of its own."
                 ) from error
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in _NO_LOCKS:
                 raise
-            return  # a file system without locks
+            return
+        _locks[key] = descriptor
         os.ftruncate(descriptor, 0)
         mine = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
         os.write(descriptor, mine.encode())
-        _locks[key] = descriptor
 
     def _link(self, name: str, other: str) -> None:
         try:
@@ -244,8 +228,13 @@ def _lock(descriptor: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+@contextlib.contextmanager
+def _explained(failure: str, remedy: str) -> Iterator[None]:
+    """Raises what the operating system refuses as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{failure} ({error.strerror or error}). {remedy}") from error
 
 
 # Which checkpoint a run continues from, and files of any origin; on rank zero only.

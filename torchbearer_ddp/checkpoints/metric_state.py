@@ -7,6 +7,7 @@ taken; functions, other metrics and the like are part of how the trial is built,
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -44,14 +45,13 @@ def collect(metrics: Metric, *, mid_epoch: bool) -> dict[str, dict[str, Any]]:
     return collected
 
 
-def restore(metrics: Metric, saved: dict[str, dict[str, Any]], device: Any) -> None:
+def restore(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
     """Puts back what :func:`collect` gave into metrics that are built as they were then."""
     for path, metric in _walk(metrics, "", set()):
-        if path in saved:
-            held = vars(metric)
-            for name, value in restored_values(saved[path], device).items():
-                live = held.get(name)
-                held[name] = deque(value, live.maxlen) if isinstance(live, deque) else value
+        held = vars(metric)
+        for name, value in saved.get(path, {}).items():
+            live = held.get(name)
+            held[name] = deque(value, live.maxlen) if isinstance(live, deque) else value
 
 
 def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -76,42 +76,16 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def collect_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Those values that are data, and which of the tensors in them were not on the CPU."""
+    """Those values that are data."""
     collector, found = _Collector(), {}
     for name, value in values.items():
-        try:
+        with contextlib.suppress(_NotDataError):
             found[name] = collector.walk(value, name)
-        except _NotDataError:
-            continue
-    return {"values": found, "on_device": collector.on_device}
-
-
-def restored_values(saved: dict[str, Any], device: Any) -> dict[str, Any]:
-    """The values that :func:`collect_values` took, each tensor on the CPU or the device."""
-    mover = _Mover(saved["on_device"], device)
-    return {name: mover.walk(value, name) for name, value in saved["values"].items()}
+    return found
 
 
 class _Collector(PlainDataWalker):
-    def __init__(self) -> None:
-        self.on_device: list[str] = []
-
     def walk(self, value: Any, where: str) -> Any:
-        is_data = type(value) in _DATA or isinstance(value, torch.Tensor | numpy.generic)
-        if not is_data:
+        if type(value) not in _DATA and not isinstance(value, torch.Tensor | numpy.generic):
             raise _NotDataError
         return super().walk(list(value) if isinstance(value, deque) else value, where)
-
-    def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        if tensor.device.type != "cpu":
-            self.on_device.append(where)
-        return tensor.detach().cpu()
-
-
-class _Mover(PlainDataWalker):
-    def __init__(self, on_device: list[str], device: Any) -> None:
-        self._on_device = set(on_device)
-        self._device = device
-
-    def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        return tensor.to(self._device) if where in self._on_device else tensor

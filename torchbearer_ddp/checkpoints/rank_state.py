@@ -36,9 +36,9 @@ def collect(state: Any, place: dict[str, Any] | None) -> torch.Tensor:
     )
 
 
-def unpack(part: dict[str, Any]) -> dict[str, Any]:
+def unpack(part: dict[str, Any], device: Any) -> dict[str, Any]:
     """What a rank collected, with its own buffers."""
-    return {**wire.decode(part["packed"]), "buffers": part["buffers"]}
+    return {**wire.decode(part["packed"], device), "buffers": part["buffers"]}
 
 
 def generators(state: Any) -> dict[str, Any]:

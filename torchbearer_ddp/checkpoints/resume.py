@@ -76,9 +76,7 @@ class EpochTrace:
             if self._again is not None and state[torchbearer.BATCH] == self._again_at:
                 rank_state.set_generators(state, self._again)
             sampler(state)
-        state[torchbearer.METRICS] = metric_state.restored_values(
-            saved["values"], state[torchbearer.DEVICE]
-        )
+        state[torchbearer.METRICS] = saved["values"]
         state[torchbearer.SAMPLER] = _ResumedSampler(sampler, done, steps)
         if steps != -1:
             state[torchbearer.STEPS] = steps - done
@@ -145,7 +143,7 @@ class Resume:
         contents.restore_callbacks(state, self._payload)
         if self._section["world_size"] == collectives.world_size():
             # A callback that derives a seed at its start (the order of the data) must get the same.
-            mine = self._own_part()
+            mine = self._own_part(state)
             rank_state.set_generators(state, mine["generators"])
             state[torchbearer.HISTORY][:] = mine["history"]
         _show_progress(state, self._section["epochs"], on_epoch=True)
@@ -188,12 +186,12 @@ class Resume:
 
     def _put_back_metrics(self, state: Any, mine: dict[str, Any]) -> None:
         """The metrics, and then the generators, from which a metric may have drawn."""
-        metrics, device = state[torchbearer.METRIC_LIST], state[torchbearer.DEVICE]
-        metric_state.restore(metrics, mine["metrics"], device)
+        metric_state.restore(state[torchbearer.METRIC_LIST], mine["metrics"])
         rank_state.set_generators(state, mine["generators"])
 
-    def _own_part(self) -> dict[str, Any]:
-        return rank_state.unpack(self._section["ranks"][collectives.rank()])
+    def _own_part(self, state: Any) -> dict[str, Any]:
+        part = self._section["ranks"][collectives.rank()]
+        return rank_state.unpack(part, state[torchbearer.DEVICE])
 
     def _choose_part(self, state: Any) -> None:
         """Takes this rank's part, where the ranks and the data are as they were."""
@@ -204,7 +202,7 @@ class Resume:
             if self._section[name] != value and (batch or name == "world_size")
         }
         if not changed:
-            self._mine, self._batch = self._own_part(), batch
+            self._mine, self._batch = self._own_part(state), batch
             return
         if collectives.is_rank_zero():
             listed = ", ".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torchbearer
@@ -45,21 +46,27 @@ class Saver:
         self._serial = self._folder.next_serial()
 
     def save(
-        self, state: Any, names: list[str], global_step: int, trace: EpochTrace | None
+        self,
+        state: Any,
+        choose_names: Callable[[], list[str]],
+        global_step: int,
+        trace: EpochTrace | None,
     ) -> bool:
-        """Saves under rank zero's names; without any, only raises the error of an earlier write.
+        """Saves under the names that rank zero chooses; if none, raises a failed write's error.
 
         With a trace it saves the middle of an epoch. One exchange tells all ranks of an error on
         any of them and where their buffers differ; the next brings each rank's part to rank zero.
 
         Returns:
-            True on all ranks if there is something to save.
+            True on all ranks if there was something to save.
         """
         model = contents.unwrapped(state[torchbearer.MODEL])
         payload: dict[str, Any] = {}
+        names: list[str] = []
         part = checksums = error = None
         try:
             if collectives.is_rank_zero():
+                names = choose_names()
                 payload = self._collect(state, names, global_step, trace)
             part = rank_state.collect(state, None if trace is None else trace.collect(state))
             checksums = replicas.fingerprint(model.named_buffers())
@@ -84,8 +91,6 @@ class Saver:
             self._writer.start(lambda: self._write(payload, names, label))
         if not self._background:
             self.finish()
-            if parts:
-                self._writer.start(self._folder.remove_old)  # no need to wait for that
         return True
 
     def finish(self) -> None:
@@ -102,7 +107,7 @@ class Saver:
     ) -> dict[str, Any]:
         """On rank zero: the part of the file that is the same for all ranks."""
         if names:
-            self._writer.wait()  # the copies that it writes are overwritten now
+            self._writer.wait()  # the next copies overwrite those that it writes
         if (failure := self._writer.take_error()) is not None:
             raise failure
         if not names:
@@ -122,5 +127,4 @@ class Saver:
 
     def _write(self, payload: dict[str, Any], names: list[str], label: Label) -> None:
         self._folder.put(payload, names, label)
-        if self._background:
-            self._folder.remove_old()  # only now: the new one is durable
+        self._folder.remove_old()  # only now: the new one is durable

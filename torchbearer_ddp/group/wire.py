@@ -31,12 +31,12 @@ def encode(value: Any) -> torch.Tensor:
     return torch.cat([_byte_tensor(length + tree), *encoder.blobs])
 
 
-def decode(packed: torch.Tensor) -> Any:
-    """Unpacks what :func:`encode` made; the tensors in it are copies on the CPU."""
+def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
+    """Unpacks what :func:`encode` made, with tensors that were not on the CPU on the device."""
     length = int.from_bytes(packed[:_LENGTH_BYTES].numpy().tobytes(), "little")
     start = _LENGTH_BYTES + length
     tree = json.loads(packed[_LENGTH_BYTES:start].numpy().tobytes())
-    return _Decoder(packed[start:]).build(tree)
+    return _Decoder(packed[start:], device).build(tree)
 
 
 class _Encoder(PlainDataWalker):
@@ -58,7 +58,8 @@ class _Encoder(PlainDataWalker):
         self.blobs.append(
             plain.reshape(-1).view(torch.uint8) if plain.numel() else _byte_tensor(b"")
         )
-        return ["tensor", str(plain.dtype).removeprefix("torch."), list(plain.shape)]
+        dtype = str(plain.dtype).removeprefix("torch.")
+        return ["tensor", dtype, list(plain.shape), tensor.device.type != "cpu"]
 
     def sequence(self, kind: type, items: list[Any]) -> Any:
         return [kind.__name__, items]
@@ -77,8 +78,9 @@ class _Encoder(PlainDataWalker):
 class _Decoder:
     """Rebuilds a value; the tensors' bytes come in the order in which they were packed."""
 
-    def __init__(self, blob: torch.Tensor) -> None:
+    def __init__(self, blob: torch.Tensor, device: Any) -> None:
         self._blob = blob
+        self._device = device
 
     def build(self, node: Any) -> Any:
         if not isinstance(node, list):
@@ -95,12 +97,12 @@ class _Decoder:
             return dict(zip(*built, strict=True))
         return _CONTAINERS[kind](built[0])
 
-    def _tensor(self, dtype_name: str, shape: list[int]) -> torch.Tensor:
+    def _tensor(self, dtype_name: str, shape: list[int], on_device: bool) -> torch.Tensor:
         dtype = getattr(torch, dtype_name)
         size = math.prod(shape) * dtype.itemsize
         # A clone is aligned for its dtype, which a view at any byte offset is not.
         raw, self._blob = self._blob[:size].clone(), self._blob[size:]
-        return raw.view(dtype).reshape(shape)
+        return raw.view(dtype).reshape(shape).to(self._device if on_device else "cpu")
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:
