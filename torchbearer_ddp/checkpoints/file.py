@@ -29,11 +29,8 @@ TEMPORARY_PREFIX = ".tmp-"
 
 _MARK = b"torchbearer_ddp checkpoint "
 _LONGEST_COMMENT = 512
-#: What torch reads of the list of records.
-_LISTED = (
-    *("filename", "CRC", "file_size", "compress_size", "compress_type", "header_offset"),
-    *("external_attr", "flag_bits"),
-)
+#: What torch reads of each entry in the list of records.
+_LISTED = ("filename", "CRC", "file_size", "compress_size", "header_offset", "external_attr")
 
 
 @dataclass(frozen=True)

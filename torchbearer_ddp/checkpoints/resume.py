@@ -13,6 +13,7 @@ processes, shuffled orders and data sets with a memory are then in the state tha
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torchbearer
@@ -77,28 +78,25 @@ class EpochTrace:
                 rank_state.set_generators(state, self._again)
             sampler(state)
         state[torchbearer.METRICS] = saved["values"]
-        state[torchbearer.SAMPLER] = _ResumedSampler(sampler, done, steps)
+        state[torchbearer.SAMPLER] = _resumed(sampler, done, steps)
         if steps != -1:
             state[torchbearer.STEPS] = steps - done
         _show_progress(state, done, on_epoch=False)
 
 
-class _ResumedSampler:
-    """torchbearer's loop counts from 0; this makes it count from the batch where it continues.
+def _resumed(sampler: Any, done: int, steps: int) -> Callable[[Any], None]:
+    """Makes torchbearer's loop, which counts from 0, count from the batch where it continues.
 
     torchbearer calls the sampler right after it has set the number of the batch, before any
     callback can see the smaller number.
     """
 
-    def __init__(self, sampler: Any, done: int, steps: int) -> None:
-        self._sampler = sampler
-        self._done = done
-        self._steps = steps
+    def sample(state: Any) -> None:
+        state[torchbearer.STEPS] = steps
+        state[torchbearer.BATCH] += done
+        sampler(state)
 
-    def __call__(self, state: Any) -> None:
-        state[torchbearer.STEPS] = self._steps
-        state[torchbearer.BATCH] += self._done
-        self._sampler(state)
+    return sample
 
 
 def _show_progress(state: Any, done: int, *, on_epoch: bool) -> None:
