@@ -1,9 +1,9 @@
-"""How long a save holds training up, against a plain ``torch.save`` of the same model.
+"""How long a save stops training, against a plain ``torch.save`` of the same model.
 
     python benchmarks/checkpoint.py [--folder .] [--rounds 9] [--sizes 1 40 160]
 
-Each round saves once in each way, one after the other, so that all see the same machine. The pause
-is the time from the end of a step until training goes on. In the background way the writing is
+Each round saves once in each mode, one after the other, so that all run on the same machine. The
+time is that from the end of a step until training goes on. What is written in the background is
 waited for between the rounds, outside the measured time.
 """
 
@@ -48,16 +48,16 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """The seconds of every round, by way of saving."""
+    """The seconds of every round, by mode of saving."""
     model = Wide(megabytes)
-    ways = {
+    modes = {
         "background": Checkpoint(folder / "background", monitor=None, keep=1),
         "foreground": Checkpoint(folder / "foreground", monitor=None, keep=1, background=False),
     }
     times: dict[str, list[float]] = {
         "torch.save": [],
         "torch.save + fsync": [],
-        **{w: [] for w in ways},
+        **{mode: [] for mode in modes},
     }
 
     @on_step_training
@@ -68,7 +68,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float
         os.sync()
         path.unlink()
         times["torch.save + fsync"].append(seconds(lambda: save_durably(model, path)))
-        for name, checkpoint in ways.items():
+        for name, checkpoint in modes.items():
             times[name].append(seconds(lambda c=checkpoint: c.save_now(state)))  # type: ignore[misc]
             finish_writing()
             os.sync()
@@ -77,7 +77,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float
         model,
         torch.optim.SGD(model.parameters(), 0.1),
         torch.nn.functional.mse_loss,
-        callbacks=[save, *ways.values()],
+        callbacks=[save, *modes.values()],
         verbose=0,
     )
     data = torch.utils.data.TensorDataset(torch.zeros(rounds + 1, 1), torch.zeros(rounds + 1, 1))
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 40, 160], help="in MB")
     options = parser.parse_args()
-    print(f"{'MB':>5} {'way':>20} {'median':>10} {'ratio':>7} {'of fsync':>9}  goal")
+    print(f"{'MB':>5} {'mode':>20} {'median':>10} {'ratio':>7} {'of fsync':>9}  goal")
     for size in options.sizes:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             times = measure(size, options.rounds, Path(folder))

@@ -23,7 +23,6 @@ from tests.checkpoint_runs import assert_same, build, network, outcome, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly
 from torchbearer_ddp.checkpoints import contents, file
-from torchbearer_ddp.checkpoints.schedule import SaveSchedule
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives, stop_request
 
@@ -270,6 +269,64 @@ def test_evaluate_and_predict_neither_resume_nor_save(tmp_path):
     assert len(trial.state[torchbearer.HISTORY]) == 2
 
 
+def test_a_run_differs_from_an_evaluation_whatever_came_before(tmp_path):
+    """torchbearer leaves the data of the last call in the trial's state."""
+    train(tmp_path, epochs=1)
+    seen = []
+
+    @torchbearer.callbacks.on_end_epoch
+    def evaluate_inside(state):
+        if state is checkpoint._run_state:
+            trial.evaluate(data_key=torchbearer.TRAIN_DATA)
+            trial.evaluate()
+            seen.append(checkpoint._run_state is state)
+
+    checkpoint = Checkpoint(tmp_path, every_epochs=None, every_steps=5, monitor=None)
+    trial = build(evaluate_inside, checkpoint)
+    stop_request.reset()
+    trial.evaluate()
+    trial.predict()  # there is no test data
+    assert not stop_request.current().resumable
+    assert not trial.state[torchbearer.HISTORY]
+    trial.evaluate(data_key=torchbearer.TRAIN_DATA)
+    trial.run(2)
+    assert seen == [True]
+    assert stop_request.current().resumable
+    assert len(trial.state[torchbearer.HISTORY]) == 2  # one of them the checkpoint's
+    assert "step-0000015.pt" in names(tmp_path)
+
+
+@pytest.mark.parametrize("hook", ["on_sample", "on_sample_validation"])
+def test_a_run_after_one_that_failed(tmp_path, hook):
+    fail = [True]
+
+    def body(state):
+        if fail[0]:
+            raise Stopped
+
+    trial = build(getattr(torchbearer.callbacks, hook)(body), Checkpoint(tmp_path))
+    with pytest.raises(Stopped):
+        trial.run(1)
+    fail[0] = False
+    trial.evaluate()
+    assert not names(tmp_path)
+    trial.run(1)
+    assert "epoch-0001.pt" in names(tmp_path)
+
+
+def test_a_run_that_cannot_be_told_from_an_evaluation_is_refused(tmp_path):
+    @torchbearer.callbacks.on_start_training
+    def fail(state):
+        raise Stopped
+
+    trial = build(fail, Checkpoint(tmp_path))
+    with pytest.raises(Stopped):
+        trial.run(1)
+    fail.on_start_training = lambda state: None
+    with pytest.raises(CheckpointError, match="Make a new Trial"):
+        trial.run(1)
+
+
 def test_a_changed_list_of_callbacks_is_matched_by_name(tmp_path):
     stopping = EarlyStopping(monitor="loss", patience=50)
     train(tmp_path, [stopping, RankZeroOnly(EarlyStopping(monitor="acc"))], epochs=2)
@@ -453,35 +510,3 @@ def test_time_decides_on_all_ranks_alike(tmp_path):
     seconds = time.monotonic() - stepped[0]
     collectives.barrier()
     assert 1 <= len(names(tmp_path)) <= 1 + seconds / 0.2
-
-
-def test_looks_are_few_and_in_time():
-    lookout = SaveSchedule(every_seconds=None)
-    lookout.begin(10, writing=False)
-    assert not any(lookout.is_due(step) for step in range(11, 1000))
-    lookout.begin(10, writing=True)
-    asked = []
-    for step in range(11, 200):
-        if lookout.is_due(step):
-            asked.append(step)
-            lookout.heard(lookout.answer(step, busy=step < 100, failed=False))
-    assert asked == [11, 12, 14, 18, 26, 42, 74, 138]
-
-
-def test_the_clock_is_asked_a_handful_of_times_per_save(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lookout = SaveSchedule(every_seconds=100.0)
-    lookout.begin(0, writing=False)
-    asked, saved = 0, []
-    for step in range(1, 3001):
-        now[0] += 0.1
-        if lookout.is_due(step):
-            asked += 1
-            answer = lookout.answer(step, busy=False, failed=False)
-            lookout.heard(answer)
-            if answer.save:
-                saved.append(step)
-                lookout.begin(step, writing=False)
-    assert [abs(s - 1000 * (i + 1)) < 10 for i, s in enumerate(saved)] == [True, True]
-    assert asked < 50

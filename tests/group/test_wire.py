@@ -67,3 +67,14 @@ def test_anything_else_is_named_and_refused():
         wire.encode({"a": [1, object()]})
     with pytest.raises(TypeError, match="function"):
         wire.encode(lambda: None)
+
+
+def test_a_tensor_that_was_not_on_the_cpu_goes_to_the_device():
+    # The meta device stands in for a GPU, on the way back only: it holds no data.
+    packed = wire.encode([torch.ones(2), 1])
+    text = bytes(packed.tolist())
+    assert text.count(b"false") == 1
+    moved = torch.frombuffer(bytearray(text.replace(b"false", b" true")), dtype=torch.uint8)
+    assert wire.decode(moved, "meta")[0].device.type == "meta"
+    assert wire.decode(packed, "meta")[0].device.type == "cpu"
+    assert wire.decode(moved)[0].device.type == "cpu"

@@ -1,27 +1,25 @@
-"""Checkpoints that keep their promise: killed at any moment, resumed bit for bit."""
+"""Checkpoints: a run that is killed at any moment continues bit for bit."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
-from torchbearer_ddp.checkpoints import contents, file, finding, folder, position, rank_state
+from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.checkpoints import contents, folder
 from torchbearer_ddp.checkpoints.best import Best
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.folder import Folder
-from torchbearer_ddp.checkpoints.resume import Resume, data_plan
-from torchbearer_ddp.checkpoints.schedule import Answer, SaveSchedule
-from torchbearer_ddp.checkpoints.snapshot import Snapshot
-from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
+from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
+from torchbearer_ddp.checkpoints.save import Saver
+from torchbearer_ddp.checkpoints.schedule import SaveSchedule, require_positive
+from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives, stop_request
-from torchbearer_ddp.group.join import versions
 from torchbearer_ddp.log import announce
 
 
@@ -62,8 +60,8 @@ class Checkpoint(OrderedCallback):
         - :attr:`torchbearer.state.METRIC_LIST`: The metrics whose state is saved
     """
 
-    # At the start before everybody, so that they see the weights and the history of the run that
-    # continues; after a step or an epoch behind everybody, so that what they did is in the file.
+    # At the start before all others, so that they see the weights and the history of the run that
+    # continues; after a step or an epoch after all others, so that what they did is in the file.
     order: ClassVar = {
         "on_start": FIRST - 2,
         "on_start_epoch": FIRST - 1,
@@ -91,31 +89,23 @@ class Checkpoint(OrderedCallback):
         folder_mode: int = 0o700,
     ) -> None:
         super().__init__()
-        _require_positive(
-            every_epochs=every_epochs,
-            every_steps=every_steps,
-            every_seconds=every_seconds,
-            keep=keep,
-        )
-        self._folder = Folder(Path(folder), keep, file_mode=file_mode, folder_mode=folder_mode)
-        self._every_epochs = every_epochs
-        self._every_steps = every_steps
+        require_positive(keep=keep)
+        self._folder = Folder(Path(folder), keep, file_mode, folder_mode)
+        self._saver = Saver(self._folder, background=background)
+        self._schedule = SaveSchedule(every_epochs, every_steps, every_seconds)
         self._best = Best(monitor, mode)
         self._resume = resume
-        self._background = background
-        self._writer = Writer()
-        self._snapshot = Snapshot(borrow=not background)
-        self._schedule = SaveSchedule(every_seconds)
+        #: The state of the run in progress: evaluate() and predict() have one of their own.
+        self._run_state: Any = None
         self._opened = False
-        self._running = False
         self._resumed: Resume | None = None
-        self._trace: position.Trace | None = None
+        self._trace: EpochTrace | None = None
+        self._gradients: SyncGradients | None = None
+        self._wish = 0
         self._epoch_steps: int | None = None
         self._cut_short = False
         self._global_step = 0
-        self._saved_step = -1
         self._is_due = False
-        self._serial = 0
 
     @property
     def global_step(self) -> int:
@@ -134,96 +124,101 @@ class Checkpoint(OrderedCallback):
     def on_init(self, state: Any) -> None:
         """At init, where a second callback on the same folder can still be refused."""
         super().on_init(state)
-        for other in state[torchbearer.CALLBACK_LIST]:
-            if other is self or not isinstance(other, Checkpoint):
-                continue
-            if other._folder.path.resolve() == self._folder.path.resolve():
-                raise ValueError(
-                    f"Two Checkpoint callbacks write into {self._folder.path}: each needs a folder "
-                    "of its own."
-                )
+        callbacks = [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, Checkpoint)]
+        if len({each._folder.path.resolve() for each in callbacks}) < len(callbacks):
+            raise ValueError(
+                f"Two Checkpoint callbacks write into {self._folder.path}: each needs a folder of "
+                "its own."
+            )
 
     def on_start(self, state: Any) -> None:
         """Before any other callback starts: they are to see the run that continues."""
-        self._running = _is_run()
-        if not self._running:
+        is_run = not _has_chosen_data(state)
+        _forget_chosen_data(state)
+        if not is_run:
             return
+        self._run_state = state
+        stop_request.current().resumable = True
+        self._find_gradients(state)
         if self._opened:  # another run of the same trial: it goes on with what it has
-            collectives.from_rank_zero(self._open, "a checkpoint")
+            collectives.from_rank_zero(self._saver.open, "a checkpoint")
         else:
             self._opened = True
             path, payload = collectives.from_rank_zero(self._find, "a checkpoint")
             if payload is not None:
                 self._resumed = Resume(path, payload)
                 self._resumed.start(state)
-                self._global_step = self._saved_step = self._resumed.global_step
-        self._schedule.begin(self._global_step, writing=False)
+                self._global_step = self._schedule.saved_step = self._resumed.global_step
+        self._schedule.restart_clock()
 
     def on_start_epoch(self, state: Any) -> None:
         """After all have started, and before the epoch's loader is: schedulers exist by now."""
-        if not self._running:
+        if state is not self._run_state:
             return
         self._cut_short = False
         if self._resumed is not None:
             self._resumed.start_epoch(state)
-        self._trace = position.Trace(state)
+        self._trace = EpochTrace(state)
 
     def on_start_training(self, state: Any) -> None:
         """The loader has been started and the metrics are empty: go to the middle of the epoch."""
+        if state is not self._run_state:
+            raise CheckpointError(
+                "This run cannot be told from an evaluation, since the one before it failed while "
+                "the loader was being started. Make a new Trial for it."
+            )
+        _forget_chosen_data(state)
         self._epoch_steps = state[torchbearer.STEPS]
         if self._resumed is not None and self._trace is not None:
             self._resumed.continue_epoch(state, self._trace)
             self._resumed = None
 
     def on_step_training(self, state: Any) -> None:
-        """Behind everybody: schedulers have stepped, and a stop is agreed."""
+        """After all others: schedulers have stepped, and a stop is agreed."""
         self._global_step += 1
         if self._trace is not None:
             self._trace.stepped(state)
+        holds_gradients = self._gradients is not None and self._gradients.holds_gradients
         if collectives.world_size() == 1 and stop_request.requested() is not None:
-            state[torchbearer.STOP_TRAINING] = not _holds_gradients(state)  # with them, not before
-        due = self._every_steps is not None and self._global_step % self._every_steps == 0
-        if self._schedule.is_due(self._global_step):
-            due = self._ask() or due
-        self._is_due = self._is_due or due or self._is_stopped_by_signal(state)
-        if self._is_due and not _holds_gradients(state):
+            state[torchbearer.STOP_TRAINING] = not holds_gradients  # with them, not before
+        due = self._is_due or self._schedule.is_due_at_step(self._global_step)
+        self._is_due = self._is_wished() or due or self._is_stopped_by_signal(state)
+        if self._is_due and not holds_gradients:  # held gradients would not be in the file
             self.save_now(state)
 
     def on_end_training(self, state: Any) -> None:
-        """Before everybody: an epoch that had no step left to do has its number of steps again."""
+        """Before all others: an epoch that had no step left to do has its number of steps again."""
         state[torchbearer.STEPS] = self._epoch_steps
 
+    def on_start_validation(self, state: Any) -> None:
+        """The earliest hook after torchbearer has chosen the data of a validation."""
+        _forget_chosen_data(state)
+
     def on_end_validation(self, state: Any) -> None:
-        """Here a validation that was cut short can still be told from a whole one."""
-        if self._running and state[torchbearer.STOP_TRAINING]:
+        """The last hook where a validation that was cut short differs from a whole one."""
+        if state is self._run_state and state[torchbearer.STOP_TRAINING]:
             self._cut_short = state[torchbearer.BATCH] + 1 < state[torchbearer.STEPS]
 
     def on_checkpoint(self, state: Any) -> None:
         """The epoch is in the history, and every callback is done with it."""
         if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = True
-        self._raise_write_error()
-        names = self._names_for_epoch(state) if collectives.is_rank_zero() else []
-        names = collectives.all_gather(names, "the checkpoints of this epoch")[0]
-        if names:
-            self._save(state, names, mid_epoch=False)
+        self._save(state, lambda: self._names_for_epoch(state), None)
 
     def on_end(self, state: Any) -> None:
-        """The run is not over before its last checkpoint stands."""
-        if not self._running:
+        """The run is not over before its last checkpoint is written."""
+        if state is not self._run_state:
             return
         if self._resumed is not None:  # there was no epoch left to do
             self._resumed.start_epoch(state)
         self._resumed = None
-        unsaved = self._saved_step != self._global_step
+        unsaved = self._schedule.saved_step != self._global_step
         epoch_is_open = len(state[torchbearer.HISTORY]) == state[torchbearer.EPOCH]
         if unsaved and epoch_is_open and self._is_stopped_by_signal(state):
             self.save_now(state)  # a signal with the last step of an epoch, before validation
-        if collectives.is_rank_zero():
-            self._writer.wait()
-        self._raise_write_error()
-        self._running = False
-        self._folder.close()
+        self._saver.finish()
+        self._saver.close()
+        self._run_state = None
         if collectives.world_size() == 1:
             stop_request.stop_polling()
 
@@ -235,7 +230,7 @@ class Checkpoint(OrderedCallback):
         Args:
             state: The state of the running Trial.
         """
-        self._save(state, [folder.step_name(self._global_step)], mid_epoch=True)
+        self._save(state, lambda: [folder.step_name(self._global_step)], self._trace)
 
     @staticmethod
     def load(
@@ -255,7 +250,7 @@ class Checkpoint(OrderedCallback):
             CheckpointError: If it cannot be read, needs ``trust``, or is of another model.
         """
         payload = collectives.from_rank_zero(
-            lambda: finding.read_any(Path(path), trust=trust), "a checkpoint"
+            lambda: folder.read_any(Path(path), trust=trust), "a checkpoint"
         )
         contents.restore(trial.state, payload)
         if "callbacks" in payload.get(SECTION, {}):
@@ -264,18 +259,40 @@ class Checkpoint(OrderedCallback):
             contents.restore_callbacks(trial.state, payload)
         return trial
 
-    # Finding, on rank zero.
-
-    def _open(self) -> None:
-        finish_writing()  # a run of this process that failed may still be at it
-        self._folder.open()
-        self._serial = self._folder.next_serial()
+    def _find_gradients(self, state: Any) -> None:
+        """Lets the gradient header carry rank zero's wish to save."""
+        found = [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, SyncGradients)]
+        if found and found[0] is not self._gradients:
+            self._gradients = found[0]
+            self._wish = found[0].register_wish(self._wishes_to_save)
 
     def _find(self) -> tuple[str, Any]:
-        self._open()
-        return finding.find(self._folder, self._resume)
+        self._saver.open()
+        return folder.find(self._folder, self._resume)
 
-    # Saving.
+    def _wishes_to_save(self) -> bool:
+        """By rank zero's clock, or because a write has failed: the save then raises its error."""
+        if self._run_state is None or not collectives.is_rank_zero():
+            return False
+        return self._schedule.is_due_by_clock() or self._saver.has_failed
+
+    def _is_wished(self) -> bool:
+        """What rank zero wishes, on all ranks alike."""
+        if self._gradients is not None:
+            return self._gradients.granted(self._wish)
+        if collectives.world_size() == 1:
+            return self._wishes_to_save()
+        if self._schedule.every_seconds is None:
+            return False
+        return collectives.any_rank(self._wishes_to_save(), "the checkpoint's clock")
+
+    def _is_stopped_by_signal(self, state: Any) -> bool:
+        """The same on all ranks, if STOP_TRAINING is."""
+        if not state[torchbearer.STOP_TRAINING]:
+            return False
+        if self._gradients is not None and collectives.world_size() > 1:
+            return self._gradients.stop_signal > 0
+        return collectives.any_rank(stop_request.received() is not None, "a stop by a signal")
 
     def _names_for_epoch(self, state: Any) -> list[str]:
         if self._cut_short:
@@ -287,108 +304,29 @@ class Checkpoint(OrderedCallback):
         epochs = len(state[torchbearer.HISTORY])
         ends = epochs >= state[torchbearer.MAX_EPOCHS] or state[torchbearer.STOP_TRAINING]
         best = [folder.best_name(name) for name in self._best.update(state[torchbearer.METRICS])]
-        if self._every_epochs is not None and (epochs % self._every_epochs == 0 or ends):
+        if self._schedule.is_due_after_epochs(epochs, ends=ends):
             return [folder.epoch_name(epochs), *best]
         return best
 
-    def _save(self, state: Any, names: list[str], *, mid_epoch: bool) -> None:
-        """Every rank gives its part, rank zero copies the rest; the writing may come later."""
-        mine: dict[str, Any] = {}
-        payload: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
-            if collectives.is_rank_zero():
-                self._writer.wait()  # its copies are written over now
-                if (failure := self._writer.take_error()) is not None:
-                    raise failure
-                payload = contents.collect(state, self._snapshot)
-            mine = rank_state.collect(state, mid_epoch=mid_epoch)
-            if mid_epoch and self._trace is not None:
-                mine["epoch"] = self._trace.collect(state)
-        except Exception as caught:
-            error = caught
-        collectives.raise_together(error, "saving a checkpoint")
-        ranks = collectives.all_gather(mine, "every rank's part of a checkpoint")
-        own, averaged = rank_state.differing_buffers(contents.unwrapped(state[torchbearer.MODEL]))
-        if collectives.is_rank_zero():
-            payload[contents.MODEL].update(averaged)
-            payload[SECTION].update(self._describe(state, mid_epoch=mid_epoch))
-            payload[SECTION]["ranks"] = [
-                {**rank, "buffers": buffers} for rank, buffers in zip(ranks, own, strict=True)
-            ]
-            label = file.Label(self._serial, payload[SECTION]["epochs"], self._global_step)
-            self._serial += 1
-            self._writer.start(lambda: self._write(payload, names, label))
-        self._saved_step = self._global_step
-        self._is_due = False
-        self._schedule.begin(self._global_step, writing=self._background)
-        if not self._background:
-            if collectives.is_rank_zero():
-                self._writer.wait()
-            self._raise_write_error()
-            if collectives.is_rank_zero():  # nobody need wait for that
-                self._writer.start(self._folder.remove_old)
-
-    def _write(self, payload: dict[str, Any], names: list[str], label: file.Label) -> None:
-        self._folder.put(payload, names, label)
-        if self._background:
-            self._folder.remove_old()  # only now: the new one stands
-
-    def _describe(self, state: Any, *, mid_epoch: bool) -> dict[str, Any]:
-        epochs = len(state[torchbearer.HISTORY])
-        batch = state[torchbearer.BATCH] + 1 if mid_epoch else 0
-        return {
-            "format": finding.FORMAT,
-            "epochs": epochs,
-            "batch": batch,
-            "global_step": self._global_step,
-            "sampler": {"epoch": epochs, "position": batch},
-            **data_plan(state),
-            "versions": {"python": sys.version.split()[0], **versions()},
-        }
-
-    def _ask(self) -> bool:
-        """Asks rank zero whether a save is due; raises on all ranks if a write has failed."""
-        answer = None
-        if collectives.is_rank_zero():
-            busy, failed = self._writer.busy, self._writer.has_failed
-            answer = asdict(self._schedule.answer(self._global_step, busy=busy, failed=failed))
-        said = Answer(**collectives.all_gather(answer, "the checkpoint's clock")[0])
-        self._schedule.heard(said)
-        if said.failed:
-            self._raise_write_error()
-        return said.save
-
-    def _raise_write_error(self) -> None:
-        error = self._writer.take_error() if collectives.is_rank_zero() else None
-        collectives.raise_together(error, "writing a checkpoint")
-
-    def _is_stopped_by_signal(self, state: Any) -> bool:
-        """Asked only where all ranks leave the loop at this step, so that all of them ask."""
-        if not state[torchbearer.STOP_TRAINING]:
-            return False
-        return collectives.any_rank(stop_request.received() is not None, "a stop by a signal")
+    def _save(
+        self, state: Any, choose_names: Callable[[], list[str]], trace: EpochTrace | None
+    ) -> None:
+        if self._saver.save(state, choose_names, self._global_step, trace):
+            self._schedule.saved(self._global_step)
+            self._is_due = False
 
 
-def _require_positive(**given: float | None) -> None:
-    for name, value in given.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} is {value}: give a number above 0, or None.")
+# Of run, evaluate and predict, which all call on_start, the last two choose their data before, and
+# only call it if there are any. The choice stays in the Trial's state, also when a pass of a run
+# made it, so it is removed as soon as a pass has begun: the pass has its own copy.
 
 
-def _holds_gradients(state: Any) -> bool:
-    """True between batches that make one step: their gradients would not be in the file."""
-    callbacks = state[torchbearer.CALLBACK_LIST]
-    return any(getattr(callback, "holds_gradients", False) for callback in callbacks)
+def _has_chosen_data(state: Any) -> bool:
+    """True at ``on_start`` of evaluate and predict, False at that of run."""
+    keys = (torchbearer.GENERATOR, torchbearer.STEPS)
+    return any(state.get(key) is not None for key in keys)
 
 
-def _is_run() -> bool:
-    """True within ``Trial.run``; ``on_start`` is called by ``evaluate`` and ``predict`` as well.
-
-    The state does not tell them apart: after one call it holds what that call has left there.
-    """
-    frame = sys._getframe()
-    run = torchbearer.Trial.run.root.__code__
-    while frame.f_back is not None and frame.f_code is not run:
-        frame = frame.f_back
-    return frame.f_code is run
+def _forget_chosen_data(state: Any) -> None:
+    trial = state[torchbearer.SELF].state
+    trial[torchbearer.GENERATOR] = trial[torchbearer.STEPS] = None

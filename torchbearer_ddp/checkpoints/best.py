@@ -37,11 +37,7 @@ class Best:
         self.values: dict[str, float] = {}
 
     def update(self, metrics: Mapping[str, Any]) -> list[str]:
-        """The monitors for which these metrics are the best so far.
-
-        Args:
-            metrics: The metrics of the epoch.
-        """
+        """The monitors for which these metrics of an epoch are the best so far."""
         better = []
         for name, highest in self._highest.items():
             if name not in metrics:
@@ -57,7 +53,7 @@ class Best:
         return better
 
     def _warn_once(self, name: str, metrics: Mapping[str, Any]) -> None:
-        # The default is no wish of the user's: without validation there is nothing to monitor.
+        # The user did not ask for the default: without validation there is nothing to monitor.
         expected = name != _DEFAULT or any(key.startswith("val_") for key in metrics)
         if expected and name not in self._missed:
             self._missed.add(name)

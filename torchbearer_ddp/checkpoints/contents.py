@@ -25,23 +25,16 @@ SECTION = "torchbearer_ddp"
 MODEL, OPTIMIZER, HISTORY = "model", "optimizer", "history"
 _VERSION = "torchbearer_version"
 _NAMED_DIFFERENCES = 4
+_MISSING = "(missing)"
 #: A trial into which a file is loaded need not save files itself.
 _OURS = "Checkpoint"
 
 
 def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
-    """A copy of everything but what each rank has for itself.
-
-    Args:
-        state: The state of the running Trial.
-        snapshot: Takes the copies.
-
-    Raises:
-        CheckpointError: If something cannot be saved; the message names it.
-    """
+    """A copy of everything but what each rank has for itself."""
     callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
     criterion = state[torchbearer.CRITERION]
-    live = {
+    live: dict[str, Any] = {
         _VERSION: str(torchbearer.__version__),
         MODEL: model_state(state[torchbearer.MODEL]),
         OPTIMIZER: state[torchbearer.OPTIMIZER].state_dict(),
@@ -52,20 +45,11 @@ def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
             "criterion": criterion.state_dict() if isinstance(criterion, torch.nn.Module) else {},
         },
     }
-    copied: dict[str, Any] = snapshot.copy(live, "checkpoint")
-    return copied
+    return snapshot.copy(live, "checkpoint")
 
 
 def restore(state: Any, payload: dict[str, Any]) -> None:
-    """Puts back the model, the optimizer, the criterion and, in place, the history.
-
-    Args:
-        state: The state of the Trial.
-        payload: What :func:`collect` gave.
-
-    Raises:
-        CheckpointError: If it does not fit this trial.
-    """
+    """Puts back what :func:`collect` gave, but for the callbacks; the history in place."""
     load_model(state[torchbearer.MODEL], payload[MODEL])
     restore_optimizer(state, payload)
     saved = payload.get(SECTION, {}).get("criterion")
@@ -92,15 +76,8 @@ def _fitting(load: Any, what: str) -> None:
         ) from error
 
 
-# Callbacks and the schedulers inside them, by name.
-
-
 def named_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """The callbacks by name: the class, what it wraps, and a number where there are several.
-
-    Args:
-        callbacks: The callbacks in their order.
-    """
+    """The callbacks by name: the class, what it wraps, and a number where there are several."""
     return _numbered((_callback_name(callback), callback) for callback in callbacks)
 
 
@@ -119,32 +96,26 @@ def _callback_name(callback: Any) -> str:
 
 
 def restore_callbacks(state: Any, payload: dict[str, Any]) -> None:
-    """Puts back the states of the callbacks that are still there, and of their schedulers.
-
-    Args:
-        state: The state of the running Trial.
-        payload: What :func:`collect` gave.
-    """
+    """Puts back the states of the callbacks that are still there, and of their schedulers."""
     section = payload.get(SECTION, {})
     callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
-    for name, saved in section.get("callbacks", {}).items():
-        if name in callbacks:
-            callbacks[name].load_state_dict(saved)
-    schedulers = _schedulers(callbacks)
-    for name, saved in section.get("schedulers", {}).items():
-        if name in schedulers:
-            schedulers[name].load_state_dict(_like(schedulers[name].state_dict(), saved))
+    states, schedules = section.get("callbacks", {}), section.get("schedulers", {})
+    for name in [each for each in states if each in callbacks]:
+        callbacks[name].load_state_dict(states[name])
+    for name, scheduler in _schedulers(callbacks).items():
+        if name in schedules:
+            scheduler.load_state_dict(_like(scheduler.state_dict(), schedules[name]))
 
 
 def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
-    """Names the callbacks whose state finds nobody, and those that find no state."""
+    """Names the saved callbacks that are gone, and those that are new."""
     saved = payload.get(SECTION, {}).get("callbacks", {})
     live = named_callbacks(state[torchbearer.CALLBACK_LIST])
     missing = [name for name in saved if name not in live and not name.startswith(_OURS)]
     extra = [name for name in live if name not in saved and not name.startswith(_OURS)]
-    if missing or extra:
-        parts = [f"no longer there: {', '.join(missing)}"] if missing else []
-        parts += [f"new, starting without a saved state: {', '.join(extra)}"] if extra else []
+    parts = [f"no longer there: {', '.join(missing)}"] if missing else []
+    parts += [f"new, starting without a saved state: {', '.join(extra)}"] if extra else []
+    if parts:
         warnings.warn(
             f"The callbacks are not those of the checkpoint ({'; '.join(parts)}). The others "
             "continue where they were.",
@@ -162,16 +133,9 @@ def _schedulers(callbacks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(live: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Gives saved values the kinds of dict that the live ones are (a Counter, say)."""
-    return {
-        key: type(live[key])(value)
-        if isinstance(live.get(key), dict) and isinstance(value, dict)
-        else value
-        for key, value in saved.items()
-    }
-
-
-# The model under its plain names, without the prefixes of wrappers.
+    """Gives saved values the kinds of dict that the live ones are, such as a Counter."""
+    kinds = {key: type(value) for key, value in live.items() if isinstance(value, dict)}
+    return {key: kinds[key](value) if key in kinds else value for key, value in saved.items()}
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -181,93 +145,61 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _inner_name(module: torch.nn.Module) -> str | None:
+def _inner_name(module: Any) -> str | None:
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    return "_orig_mod" if "_orig_mod" in module._modules else None
+    return "_orig_mod" if "_orig_mod" in getattr(module, "_modules", ()) else None
 
 
-def plain_names(model: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """By each of these names of tensors the one without the wrappers that it passes through.
-
-    Args:
-        model: The model, wrapped or not.
-        names: Keys of its ``state_dict``.
-    """
-    wrappers = [
-        (f"{path}." if path else "", f"{inner}.")
-        for path, module in model.named_modules(remove_duplicate=False)
-        if (inner := _inner_name(module)) is not None
-    ]
-    wrappers.sort(key=lambda wrapper: -len(wrapper[0]))  # innermost first: outer paths stay valid
-
-    def plain(name: str) -> str:
-        for path, inner in wrappers:
-            if name.startswith(path + inner):
-                name = path + name[len(path + inner) :]
-        return name
-
-    return {name: plain(name) for name in names}
+def plain_name(model: torch.nn.Module, name: str) -> str:
+    """A key of a model's state dict without the names of the wrappers on its path."""
+    kept: list[str] = []
+    module: Any = model
+    for part in name.split("."):
+        if part != _inner_name(module):
+            kept.append(part)
+        module = getattr(module, part, None)
+    return ".".join(kept)
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
     """The model's state dict under plain names."""
-    live = model.state_dict()
-    return {plain: live[name] for name, plain in plain_names(model, live).items()}
+    return {plain_name(model, name): value for name, value in model.state_dict().items()}
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Loads a state dict with plain names into a model, wrapped or not.
-
-    Args:
-        model: The model.
-        saved: What :func:`model_state` gave, or a state dict of a wrapped model.
-
-    Raises:
-        CheckpointError: If the file is another model's; nothing is loaded then.
-    """
+    """Loads a state dict into a model, both wrapped or not; one that does not fit is refused."""
     live = model.state_dict()
-    names = plain_names(model, live)
-    if saved and all(name.startswith("module.") for name in saved) and set(saved) != set(names):
+    if all(name.startswith("module.") for name in saved) and set(saved) != set(live):
         saved = {name.removeprefix("module."): value for name, value in saved.items()}
-    differences = [f"{plain} is missing" for plain in names.values() if plain not in saved]
-    differences += [f"{name} is not in the model" for name in saved.keys() - names.values()]
-    for name, plain in names.items():
-        mine, its = _shape(live[name]), _shape(saved.get(plain))
-        if plain in saved and mine != its:
-            differences.append(f"{plain} has shape {its} there and {mine} here")
+    here = {plain_name(model, name): _shape(value) for name, value in live.items()}
+    there = {name: _shape(value) for name, value in saved.items()}
+    differences = [
+        f"{name} has shape {there.get(name, _MISSING)} there and {here.get(name, _MISSING)} here"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name, _MISSING) != there.get(name, _MISSING)
+    ]
     if differences:
-        shown = "; ".join(sorted(differences)[:_NAMED_DIFFERENCES])
+        more = "; ..." if len(differences) > _NAMED_DIFFERENCES else ""
         raise CheckpointError(
-            f"The checkpoint is not of this model: {shown}"
-            f"{'; ...' if len(differences) > _NAMED_DIFFERENCES else ''}. Build the model that "
-            "saved it, or start afresh in another folder."
+            f"The checkpoint is not of this model: {'; '.join(differences[:_NAMED_DIFFERENCES])}"
+            f"{more}. Build the model that saved it, or start afresh in another folder."
         )
-    model.load_state_dict({name: saved[plain] for name, plain in names.items()})
+    model.load_state_dict({name: saved[plain_name(model, name)] for name in live})
 
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-# Files of other origin.
-
-
 def from_torchbearer(loaded: Any) -> dict[str, Any]:
-    """Brings what torchbearer's own checkpointers save into our form, as plain data.
-
-    Args:
-        loaded: A ``Trial.state_dict``, one of ours, or the state dict of a model alone.
-
-    Raises:
-        CheckpointError: If it is none of these.
-    """
+    """Brings a ``Trial.state_dict``, or that of a model alone, into our form, as plain data."""
     if not isinstance(loaded, dict):
         raise CheckpointError(
             f"The file holds a {type(loaded).__qualname__} where a dict was expected: it is not a "
             "checkpoint."
         )
-    payload = {str(key): value for key, value in loaded.items()}
+    payload: dict[str, Any] = {str(key): value for key, value in loaded.items()}
     if MODEL not in payload:
         payload = {MODEL: payload}
     listed = payload.pop(str(torchbearer.CALLBACK_LIST), None)
@@ -275,5 +207,4 @@ def from_torchbearer(loaded: Any) -> dict[str, Any]:
         kinds = [kind.__name__ for kind in listed[CallbackList.CALLBACK_TYPES]]
         states = listed[CallbackList.CALLBACK_STATES]
         payload[SECTION] = {"callbacks": _numbered(zip(kinds, states, strict=True))}
-    plain: dict[str, Any] = Snapshot().copy(payload, "checkpoint")
-    return plain
+    return Snapshot().copy(payload, "checkpoint")

@@ -1,73 +1,92 @@
 """One checkpoint file: written atomically, verified when read, plain data only.
 
-The file is what ``torch.save`` writes, a zip archive. Its comment carries a label (which save this
-is) and a SHA-256 over everything before. So the checksum travels with the file, ``torch.load`` does
-not mind it, and the label can be read without loading anything. A truncated file has lost its
-comment; any other damage shows in the checksum, before a byte of it is unpickled.
+The file is what ``torch.save`` writes: a zip archive with a CRC-32 for each record, which
+``torch.load`` ignores and :func:`read` checks before a byte is unpickled. The archive's comment is
+a label that says which save this is; it can be read without reading the rest. It also holds a
+CRC-32 of the list of records: a flipped bit there can make torch skip a record, and return a tensor
+of whatever its memory held before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pickle
-import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from torchbearer_ddp.checkpoints.follower import Follower
 from torchbearer_ddp.errors import CheckpointError
 
-#: Temporary files begin like this, so that those of a killed run can be found and swept.
+#: Temporary files begin like this, so that those of a killed run can be found and removed.
 TEMPORARY_PREFIX = ".tmp-"
 
 _MARK = b"torchbearer_ddp checkpoint "
-_END_OF_ARCHIVE = b"PK\x05\x06"
-_END_BYTES = 22
-_HEX_BYTES = 64
 _LONGEST_COMMENT = 512
-_READ_BYTES = 4 * 2**20
+#: What torch reads of each entry in the list of records.
+_LISTED = ("filename", "CRC", "file_size", "compress_size", "header_offset", "external_attr")
 
 
 @dataclass(frozen=True)
 class Label:
     """Which save a file is.
 
-    Args:
+    Attributes:
         serial: Counts the saves into a folder; the newest has the highest.
         epochs: The number of epochs done.
         step: The number of training steps done, over all epochs.
+        records: The CRC-32 of the archive's list of records; set when the file is written.
     """
 
     serial: int
     epochs: int
     step: int
+    records: int = field(default=0, compare=False)
+
+    def comment(self) -> bytes:
+        """The comment of an archive with this label; it has a CRC-32 of its own."""
+        text = json.dumps(asdict(self)).encode()
+        return _MARK + text + b" %08x" % zlib.crc32(text)
 
 
 def write(path: Path, payload: Any, label: Label, mode: int = 0o600) -> None:
-    """Writes a file under a temporary name, makes it durable, and only then gives it its name.
+    """Writes a file of plain data; it replaces the one at the path only when it is durable."""
+    require_checksums()
+    with create(path, mode) as file:
+        stream = _Stream(file)
+        torch.save(payload, cast(BinaryIO, stream))
+        if stream.error is not None:
+            raise stream.error
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.comment = replace(label, records=_records_crc(archive)).comment()
 
-    Args:
-        path: The file; one that stands there already is replaced in one step.
-        payload: Plain data and tensors.
-        label: Which save this is.
-        mode: The file's permissions.
 
-    Raises:
-        OSError: If it cannot be written; what stood at the path still does.
-    """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+def require_checksums() -> None:
+    """Refuses to go on where ``torch.save`` was told to leave out the checksums."""
+    if not torch.serialization.get_crc32_options():
+        raise CheckpointError(
+            "torch.serialization.set_crc32_options(False) is in force, but a checkpoint needs the "
+            "CRC-32 of its records to be verified. Remove that call, or set it to True."
+        )
+
+
+@contextlib.contextmanager
+def create(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """A new file that gets its name at the end of the block, when it is durable."""
+    temporary = temporary_name(path)
     try:
-        with open_private(temporary, mode) as file:
-            _write_archive(file, payload, label)
-            os.fsync(file.fileno())
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w+b") as file:
+            os.fchmod(descriptor, mode)  # whatever the umask is
+            yield file
+            file.flush()
+            os.fsync(descriptor)
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -75,14 +94,11 @@ def write(path: Path, payload: Any, label: Label, mode: int = 0o600) -> None:
         raise
 
 
-@contextlib.contextmanager
-def open_private(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """A new file, never readable by more than the mode says, whatever the umask is."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb", buffering=0) as file:
-        os.fchmod(descriptor, mode)
-        yield file
+def temporary_name(path: Path) -> Path:
+    """The name under which a file is made before it gets its own; nothing is there."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    temporary.unlink(missing_ok=True)
+    return temporary
 
 
 def sync_folder(folder: Path) -> None:
@@ -94,156 +110,91 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_archive(file: BinaryIO, payload: Any, label: Label) -> None:
-    with Follower(file.fileno()) as follower:
-        stream = _Stream(file, follower)
-        torch.save(payload, cast(BinaryIO, stream))
-        stream.finish()
-    prefix = _MARK + json.dumps(asdict(label)).encode()
-    follower.digest.update(prefix)
-    comment = prefix + follower.digest.hexdigest().encode()
-    file.seek(-2, os.SEEK_END)  # the length of the comment, 0 so far, ends the archive
-    _write_all(file, memoryview(struct.pack("<H", len(comment)) + comment))
-
-
 class _Stream:
-    """What torch writes to; an error is kept for later, as torch's writer cannot pass one on."""
+    """What torch writes to; it keeps an error, since torch would raise one without errno."""
 
-    def __init__(self, file: BinaryIO, follower: Follower) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._follower = follower
-        self._written = 0
-        self._error: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if self._error is None:
+        if self.error is None:
             try:
-                _write_all(self._file, view)
+                self._file.write(data)
             except OSError as error:
-                self._error = error
-            else:
-                self._written += len(view)
-                self._follower.follow(self._written)
-        return len(view)
+                self.error = error
+        return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Nothing is buffered here, but torch asks."""
-
-    def finish(self) -> None:
-        if self._error is not None:
-            raise self._error
-        self._follower.follow(self._written, to_the_end=True)
-
-
-def _write_all(file: BinaryIO, view: memoryview) -> None:
-    """Writes the whole of it: an unbuffered file may take less at a time."""
-    while view:
-        view = view[file.write(view) :]
+        """Called by torch."""
 
 
 def read_label(path: Path) -> Label | None:
-    """Which save a file is, or None where the label is gone: truncated, or not one of ours.
-
-    Args:
-        path: The file.
-    """
+    """Which save a file is, or None where the label is gone: truncated, or not one of ours."""
     try:
         with path.open("rb") as file:
-            found = _read_comment(file)
-    except OSError:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_COMMENT))
+            comment = b"".join(file.read().rpartition(_MARK)[1:])
+        label = Label(**json.loads(comment[len(_MARK) :].rpartition(b" ")[0]))
+    except (OSError, ValueError, TypeError):
         return None
-    return found[0] if found else None
+    numbers = all(type(value) is int and value >= 0 for value in asdict(label).values())
+    return label if numbers and label.comment() == comment else None
 
 
-def read(path: Path) -> Any:
-    """The contents of a file, verified.
+def read(path: Path, *, foreign: bool = False, trust: bool = False) -> Any:
+    """The contents of a file, verified unless it is of other origin.
 
-    Args:
-        path: The file.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, or not one of ours.
+    Whatever is wrong with the file raises CheckpointError, so that an older one can be used. What
+    is not plain data is refused, unless it is trusted.
     """
     try:
         with path.open("rb") as file:
-            found = _read_comment(file)
-            if found is None:
-                raise CheckpointError(
-                    f"{path} has no checksum at its end: it is truncated, or not written by "
-                    "Checkpoint. Checkpoint.load(trial, path) reads files of other origin."
-                )
-            _, comment, length = found
-            if _digest(file, length, comment) != comment[-_HEX_BYTES:].decode():
-                raise CheckpointError(
-                    f"{path} is damaged: its SHA-256 is not the one that was written. Use an older "
-                    "checkpoint, and have the disk or the copy checked."
-                )
-            file.seek(0)
-            return load(file, path)
+            if not foreign:
+                _verify(file, path)
+                file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=not trust)
+    except CheckpointError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-
-
-def load(file: BinaryIO, path: Path, *, trust: bool = False) -> Any:
-    """What ``torch.load`` finds, refusing whatever is not plain data.
-
-    Args:
-        file: The open file.
-        path: Its name, for messages.
-        trust: Do not refuse it, but let it run what it holds.
-
-    Raises:
-        CheckpointError: If it holds anything that could run code, or is not a whole file.
-    """
-    try:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            if not trust:
-                raise
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=False)
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than plain data, or is not a checkpoint at all; nothing in it was "
             "run. torchbearer's own checkpoints are like that: if you trust whoever wrote it, "
             "Checkpoint.load(trial, path, trust=True) loads it."
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    except Exception as error:  # torch raises errors of many kinds, and so does what it loads
         raise CheckpointError(
-            f"{path} is not a whole file of torch.save ({reason}). Use another one."
+            f"{path} is not a whole file of torch.save ({_first_line(error)}). Use another one."
         ) from error
 
 
-def _read_comment(file: BinaryIO) -> tuple[Label, bytes, int] | None:
-    """The label, the comment it is from, and the number of bytes before the comment."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _END_BYTES - _LONGEST_COMMENT))
-    tail = file.read()
-    at = tail.rfind(_END_OF_ARCHIVE)
-    if at < 0 or len(tail) - at < _END_BYTES:
-        return None
-    comment = tail[at + _END_BYTES :]
-    (length,) = struct.unpack("<H", tail[at + _END_BYTES - 2 : at + _END_BYTES])
-    if length != len(comment) or not comment.startswith(_MARK):
-        return None
+def _verify(file: BinaryIO, path: Path) -> None:
+    label = read_label(path)
+    if label is None:
+        raise CheckpointError(
+            f"{path} has no label at its end: it is truncated, or not written by Checkpoint. "
+            "Checkpoint.load(trial, path) reads files of other origin."
+        )
     try:
-        label = Label(**json.loads(comment[len(_MARK) : -_HEX_BYTES]))
-    except (ValueError, TypeError):
-        return None
-    return label, comment, size - len(comment)
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+            if damaged is None and _records_crc(archive) != label.records:
+                damaged = "list of records"
+    except Exception as error:  # zipfile raises errors of many kinds
+        damaged = f"list of records ({_first_line(error)})"
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path} is damaged: the CRC-32 of its {damaged} is not the one that was written. Use "
+            "an older checkpoint, and have the disk or the copy checked."
+        )
 
 
-def _digest(file: BinaryIO, length: int, comment: bytes) -> str:
-    """The SHA-256 of the archive as torch wrote it, with no comment yet, and of the label."""
-    digest = hashlib.sha256()
-    file.seek(0)
-    left = length - 2
-    while left and (piece := file.read(min(left, _READ_BYTES))):
-        digest.update(piece)
-        left -= len(piece)
-    digest.update(b"\0\0")
-    digest.update(comment[:-_HEX_BYTES])
-    return digest.hexdigest()
+def _records_crc(archive: zipfile.ZipFile) -> int:
+    listed = [[getattr(record, name) for name in _LISTED] for record in archive.infolist()]
+    return zlib.crc32(repr(listed).encode())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""The folder of a run: names, the newest, ``latest``, what is kept, and one run only."""
+"""The folder of a run: names, the newest file, ``latest``, what is kept, and one run only."""
 
 from __future__ import annotations
 
@@ -6,27 +6,37 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchbearer_ddp.checkpoints import file
+from torchbearer_ddp.checkpoints import contents, file
+from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.errors import CheckpointError
 
 LATEST = "latest"
+#: The form of what is in a file; one of another form is refused.
+FORMAT = 2
 _LOCK = ".lock"
-#: How long a run that was killed may take to let go of the lock.
-_LET_GO_SECONDS = 2.0
+#: How long a run that was killed may take to release the lock.
+_RELEASE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
+_START_AGAIN = (
+    "Make room or repair the folder, then start again: the run continues from the newest one."
+)
 _HELD = (errno.EACCES, errno.EAGAIN)
+#: From a file system without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NUMBERED = re.compile(r"(epoch|step)-\d+\.pt")
-_BEST = re.compile(r"best-.+\.pt")
+_OURS = re.compile(rf"{_NUMBERED.pattern}|best-.+\.pt")
 #: The locks this process holds. They belong to the process, so a second Trial in it may go on.
 _locks: dict[Path, int] = {}
 
@@ -42,11 +52,7 @@ def step_name(step: int) -> str:
 
 
 def best_name(monitor: str) -> str:
-    """The name of the best checkpoint by a metric, which cannot lead out of the folder.
-
-    Args:
-        monitor: The metric's name.
-    """
+    """The name of the best checkpoint by a metric, which cannot lead out of the folder."""
     return f"best-{re.sub(r'[^A-Za-z0-9_.-]', '_', monitor)}.pt"
 
 
@@ -61,12 +67,7 @@ class Folder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        keep: int | None = None,
-        *,
-        file_mode: int = 0o600,
-        folder_mode: int = 0o700,
+        self, path: Path, keep: int | None = None, file_mode: int = 0o600, folder_mode: int = 0o700
     ) -> None:
         self.path = path
         self._keep = keep
@@ -75,21 +76,14 @@ class Folder:
         self._damaged: set[str] = set()
 
     def open(self) -> None:
-        """Makes the folder, claims it for this run, and sweeps what a killed run left.
-
-        Raises:
-            CheckpointError: If it cannot be written, or another run is using it.
-        """
-        try:
+        """Makes the folder, claims it for this run, and removes what a killed run left."""
+        file.require_checksums()
+        failure = f"The checkpoint folder {self.path} cannot be used"
+        with _explained(failure, "Give one that this user may write."):
             self.path.mkdir(mode=self._folder_mode, parents=True, exist_ok=True)
             self._claim()
             for left in self.path.glob(f"{file.TEMPORARY_PREFIX}*"):
                 left.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint folder {self.path} cannot be used ({_reason(error)}). Give one "
-                "that this user may write."
-            ) from error
 
     def close(self) -> None:
         """Lets another run use the folder."""
@@ -102,26 +96,17 @@ class Folder:
 
         def age(path: Path) -> tuple[float, bool, str]:
             label = file.read_label(path)
-            # The same save may stand under two names: the numbered one first.
-            return (
-                -label.serial if label else -float("inf"),
-                not _NUMBERED.fullmatch(path.name),
-                path.name,
-            )
+            serial = label.serial if label else math.inf
+            # The same save may have two names: the numbered one first.
+            return -serial, not _NUMBERED.fullmatch(path.name), path.name
 
-        names = (p for p in self.path.iterdir() if p.suffix == ".pt")
-        return sorted(
-            (p for p in names if _NUMBERED.fullmatch(p.name) or _BEST.fullmatch(p.name)), key=age
-        )
+        return sorted((p for p in self.path.iterdir() if _OURS.fullmatch(p.name)), key=age)
 
     def read_newest(self) -> tuple[Path | None, Any, list[str]]:
         """The newest whole checkpoint, its contents, and what is wrong with those after it.
 
         ``latest`` points to it from now on: not to a damaged file, and not to the one before where
         a kill came between the two.
-
-        Raises:
-            CheckpointError: If there are checkpoints, and all are damaged.
         """
         problems: list[str] = []
         for path in self.newest_first():
@@ -131,7 +116,7 @@ class Folder:
                 problems.append(str(error))
                 self._damaged.add(path.name)
                 continue
-            with contextlib.suppress(OSError):  # if nothing can be written, the first save says so
+            with contextlib.suppress(OSError):  # if nothing can be written, the first save fails
                 self._point_latest(path.name)
             return path, payload, problems
         if problems:
@@ -147,18 +132,13 @@ class Folder:
         return 1 + max((label.serial for label in labels if label), default=0)
 
     def put(self, payload: Any, names: Sequence[str], label: Label) -> None:
-        """Writes a checkpoint under one or more names; it stands when this returns.
+        """Writes a checkpoint; it is durable under all of its names when this returns.
 
-        Args:
-            payload: Plain data and tensors.
-            names: The names; all but the first are links to the same file where that is possible.
-            label: Which save this is.
-
-        Raises:
-            CheckpointError: If it cannot be written; the older ones are as they were.
+        All names but the first are links to the same file where the file system has links.
         """
         first, *others = names
-        try:
+        failure = f"The checkpoint {self.path / first} could not be written"
+        with _explained(failure, f"The earlier checkpoints are as they were. {_START_AGAIN}"):
             file.write(self.path / first, payload, label, self._file_mode)
             for name in others:
                 self._link(first, name)
@@ -166,35 +146,20 @@ class Folder:
                 self._point_latest(first)
             file.sync_folder(self.path)
             self._damaged.difference_update(names)
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint {self.path / first} could not be written ({_reason(error)}). The "
-                "earlier checkpoints are as they were. Make room or repair the folder, then start "
-                "again: the run continues from the newest one."
-            ) from error
 
     def remove_old(self) -> None:
-        """Removes what need not be kept, apart from :meth:`put`: freeing a large file takes time.
-
-        Raises:
-            CheckpointError: If one cannot be removed.
-        """
+        """Removes what need not be kept; not in :meth:`put`, as freeing a large file takes time."""
         if self._keep is None:
             return
-        # A damaged file keeps nothing alive, and must not push a whole one out.
+        # Damaged files do not count: they must not push a whole one out.
         numbered = [
             path
             for path in self.newest_first()
             if _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
         ]
         for path in numbered[self._keep :]:
-            try:
+            with _explained(f"The old checkpoint {path} could not be removed", _START_AGAIN):
                 path.unlink(missing_ok=True)
-            except OSError as error:
-                raise CheckpointError(
-                    f"The old checkpoint {path} could not be removed ({_reason(error)}). Repair "
-                    "the folder, then start again: the run continues from the newest one."
-                ) from error
 
     def _claim(self) -> None:
         """Takes the lock. It is the process's own: the kernel frees it, however the process ends.
@@ -204,9 +169,8 @@ class Folder:
         key = self.path.resolve()
         if key in _locks:
             return
-        descriptor = os.open(
-            key / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode | 0o600
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(key / _LOCK, flags, self._file_mode | 0o600)
         try:
             _lock(descriptor)
         except OSError as error:
@@ -217,48 +181,43 @@ class Folder:
                     f"Another run ({holder or 'unknown'}) is writing checkpoints into {self.path}. "
                     "Wait for it to end, or give this run a folder of its own."
                 ) from error
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in _NO_LOCKS:
                 raise
-            return  # a file system without locks: nothing to be had
-        os.ftruncate(descriptor, 0)
-        os.write(
-            descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
-        )
+            return
         _locks[key] = descriptor
+        os.ftruncate(descriptor, 0)
+        mine = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        os.write(descriptor, mine.encode())
 
     def _link(self, name: str, other: str) -> None:
-        temporary = self.path / f"{file.TEMPORARY_PREFIX}{os.getpid()}-{other}"
-        temporary.unlink(missing_ok=True)
         try:
+            temporary = file.temporary_name(self.path / other)
             os.link(self.path / name, temporary)
+            temporary.replace(self.path / other)
         except OSError:  # not every file system has hard links
             with (
                 (self.path / name).open("rb") as source,
-                file.open_private(temporary, self._file_mode) as target,
+                file.create(self.path / other, self._file_mode) as target,
             ):
                 shutil.copyfileobj(source, target)
-                os.fsync(target.fileno())
-        temporary.replace(self.path / other)
 
     def _point_latest(self, name: str) -> None:
-        temporary = self.path / f"{file.TEMPORARY_PREFIX}{os.getpid()}-{LATEST}"
-        temporary.unlink(missing_ok=True)
         try:
+            temporary = file.temporary_name(self.path / LATEST)
             temporary.symlink_to(name)
-        except (OSError, NotImplementedError):  # no symbolic links here: a text file says the name
-            with file.open_private(temporary, self._file_mode) as target:
+            temporary.replace(self.path / LATEST)
+        except (OSError, NotImplementedError):  # no symbolic links here: a text file has the name
+            with file.create(self.path / LATEST, self._file_mode) as target:
                 target.write(f"{name}\n".encode())
-                os.fsync(target.fileno())
-        temporary.replace(self.path / LATEST)
 
 
 def _lock(descriptor: int) -> None:
-    """Takes the lock, now or when a run that is on its way out has let go of it.
+    """Takes the lock, now or within the time that a run which is being ended may need to free it.
 
-    After a SIGKILL to the launcher the kernel ends the ranks, but who starts again at once may come
-    before that: a process that waits for the disk ends only then.
+    After a SIGKILL to the launcher the kernel ends the ranks, but one that waits for the disk ends
+    only after that: a new run may start before.
     """
-    deadline = time.monotonic() + _LET_GO_SECONDS
+    deadline = time.monotonic() + _RELEASE_SECONDS
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,5 +228,59 @@ def _lock(descriptor: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+@contextlib.contextmanager
+def _explained(failure: str, remedy: str) -> Iterator[None]:
+    """Raises what the operating system refuses as a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{failure} ({error.strerror or error}). {remedy}") from error
+
+
+# Which checkpoint a run continues from, and files of any origin; on rank zero only.
+
+
+def find(folder: Folder, resume: bool | str | os.PathLike[str]) -> tuple[str, Any]:
+    """The path and the contents of the checkpoint to continue from; without one, None as contents.
+
+    ``resume`` is what :class:`~torchbearer_ddp.Checkpoint` was given.
+    """
+    if isinstance(resume, bool) or resume == "auto":
+        path, payload = _newest(folder, resume)
+        if path is None:
+            return "", None
+    else:
+        path = Path(resume)
+        payload = file.read(path)
+    section = payload.get(SECTION, {}) if isinstance(payload, dict) else {}
+    if section.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {section.get('format')}, but this version of torchbearer_ddp "
+            f"reads format {FORMAT}. Use the version that wrote it ({section.get('versions')})."
+        )
+    return str(path), payload
+
+
+def _newest(folder: Folder, resume: bool | str) -> tuple[Path | None, Any]:
+    if resume is False:
+        if old := folder.newest_first():
+            raise CheckpointError(
+                f"resume=False starts a run afresh, but {folder.path} holds checkpoints already "
+                f"(the newest is {old[0].name}). Give another folder, or remove them."
+            )
+        return None, None
+    path, payload, problems = folder.read_newest()
+    for problem in problems:
+        warnings.warn(f"{problem} Instead, {path} is used.", stacklevel=2)
+    if path is None and resume is True:
+        raise CheckpointError(
+            f"resume=True, but there is no checkpoint in {folder.path}. Give the folder of the run "
+            "to continue, or resume='auto' to start afresh where there is none."
+        )
+    return path, payload
+
+
+def read_any(path: Path, *, trust: bool) -> dict[str, Any]:
+    """The contents of a file in our form: one of ours, verified, or one of other origin."""
+    foreign = file.read_label(path) is None
+    return contents.from_torchbearer(file.read(path, foreign=foreign, trust=trust and foreign))

@@ -7,19 +7,22 @@ taken; functions, other metrics and the like are part of how the trial is built,
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torchbearer.bases import Callback, Metric
 from torchbearer.metrics import EpochLambda
 from torchbearer.state import StateKey
 
-from torchbearer_ddp.metrics import pooling
+from torchbearer_ddp.group.plain_data import PlainDataWalker
+from torchbearer_ddp.metrics.pooling import Ledger
 
-_PLAIN = (type(None), bool, int, float, str)
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, deque)}
+#: Exactly these: a subclass would not come back as what it was.
+_DATA = (type(None), bool, int, float, str, bytes, list, tuple, set, dict, deque)
 #: What an EpochLambda gathers: large, and empty again at the next epoch.
 _GATHERED = ("_y_true", "_y_pred")
 
@@ -29,33 +32,26 @@ class _NotDataError(Exception):
 
 
 def collect(metrics: Metric, *, mid_epoch: bool) -> dict[str, dict[str, Any]]:
-    """What every metric holds, by its place in the tree.
-
-    Args:
-        metrics: The metric list of the trial.
-        mid_epoch: False leaves out what the next epoch begins by dropping.
-    """
+    """What every metric holds, by its place in the tree; at the end of an epoch what it keeps."""
     collected = {}
     for path, metric in _walk(metrics, "", set()):
-        if not (mid_epoch or isinstance(metric, Metric)):
-            continue
         held = dict(vars(metric))
-        if not mid_epoch and isinstance(metric, EpochLambda):
-            held = {name: value for name, value in held.items() if name not in _GATHERED}
-        collected[path] = pack_all(held)
+        if not mid_epoch:
+            if isinstance(metric, Ledger):
+                continue
+            if isinstance(metric, EpochLambda):
+                held = {name: value for name, value in held.items() if name not in _GATHERED}
+        collected[path] = collect_values(held)
     return collected
 
 
-def restore(metrics: Metric, saved: dict[str, dict[str, Any]], device: Any) -> None:
-    """Puts back what :func:`collect` gave.
-
-    Args:
-        metrics: The metric list of the trial, built as it was then.
-        saved: What :func:`collect` gave.
-        device: Where tensors go that were not on the CPU.
-    """
+def restore(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
+    """Puts back what :func:`collect` gave into metrics that are built as they were then."""
     for path, metric in _walk(metrics, "", set()):
-        vars(metric).update(unpack_all(saved.get(path, {}), device))
+        held = vars(metric)
+        for name, value in saved.get(path, {}).items():
+            live = held.get(name)
+            held[name] = deque(value, live.maxlen) if isinstance(live, deque) else value
 
 
 def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -66,13 +62,9 @@ def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     yield path, metric
     for name, value in vars(metric).items():
         for index, part in enumerate(_flat(value)):
-            if _holds_state(part):
+            # A ledger is what the pooling metric list keeps of a metric.
+            if isinstance(part, Metric | Ledger):
                 yield from _walk(part, f"{path}.{name}[{index}]", seen)
-
-
-def _holds_state(part: Any) -> bool:
-    """True for metrics, and for what the pooling metric list notes of each."""
-    return isinstance(part, Metric) or type(part).__module__ == pooling.__name__
 
 
 def _flat(value: Any) -> Iterator[Any]:
@@ -83,73 +75,17 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def pack_all(values: dict[str, Any]) -> dict[str, Any]:
-    """Copies of those values that are data, in a form that remembers kinds and devices.
-
-    Args:
-        values: Values by name.
-    """
-    packed = {}
+def collect_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Those values that are data."""
+    collector, found = _Collector(), {}
     for name, value in values.items():
-        try:
-            packed[name] = _pack(value)
-        except _NotDataError:
-            continue
-    return packed
+        with contextlib.suppress(_NotDataError):
+            found[name] = collector.walk(value, name)
+    return found
 
 
-def unpack_all(packed: dict[str, Any], device: Any) -> dict[str, Any]:
-    """The values that :func:`pack_all` packed.
-
-    Args:
-        packed: What it gave.
-        device: Where tensors go that were not on the CPU.
-    """
-    return {name: _unpack(value, device) for name, value in packed.items()}
-
-
-def _pack(value: Any) -> Any:
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, torch.Tensor):
-        return ["tensor", value.device.type != "cpu", value.detach().cpu().clone()]
-    if type(value) is dict:
-        return ["dict", [[_pack(k), _pack(v)] for k, v in value.items()]]
-    for name, kind in _KINDS.items():
-        if type(value) is kind:
-            limit = value.maxlen if kind is deque else None
-            return [name, limit, _pack_items(list(value))]
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
-        return value.item()
-    raise _NotDataError
-
-
-def _pack_items(items: list[Any]) -> Any:
-    first = items[0] if items else None
-    if isinstance(first, torch.Tensor) and len({_form(each) for each in items}) == 1:
-        # One tensor instead of one for each step of an epoch.
-        return ["stacked", first.device.type != "cpu", torch.stack(items).detach().cpu()]
-    return [_pack(each) for each in items]
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device
-    return None
-
-
-def _unpack(packed: Any, device: Any) -> Any:
-    if not isinstance(packed, list):
-        return packed
-    if packed[0] == "tensor":
-        _, elsewhere, tensor = packed
-        return tensor.to(device) if elsewhere else tensor.clone()
-    if packed[0] == "dict":
-        return {_unpack(k, device): _unpack(v, device) for k, v in packed[1]}
-    name, limit, items = packed
-    if items and items[0] == "stacked":
-        _, elsewhere, stacked = items
-        values = [row.clone() for row in (stacked.to(device) if elsewhere else stacked)]
-    else:
-        values = [_unpack(each, device) for each in items]
-    return deque(values, limit) if name == "deque" else _KINDS[name](values)
+class _Collector(PlainDataWalker):
+    def walk(self, value: Any, where: str) -> Any:
+        if type(value) not in _DATA and not isinstance(value, torch.Tensor | numpy.generic):
+            raise _NotDataError
+        return super().walk(list(value) if isinstance(value, deque) else value, where)

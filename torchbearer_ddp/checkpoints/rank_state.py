@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -11,21 +11,38 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.checkpoints import contents, metric_state
-from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.data import randomness
-from torchbearer_ddp.group import collectives, replicas
+from torchbearer_ddp.group import replicas, wire
 
 #: How far and how wide to look for generators in a loader: a list of transforms, not of samples.
 _DEPTH = 6
 _WIDTH = 32
 
 
-def generators(state: Any) -> dict[str, Any]:
-    """The state of every generator of this rank: python's, numpy's, torch's, and the loaders' own.
+def collect(state: Any, place: dict[str, Any] | None) -> torch.Tensor:
+    """The generators, metrics and history of this rank, packed into one tensor.
 
-    Args:
-        state: The state of the running Trial.
+    Running metrics are each rank's own, and are in the history. In mid-epoch, ``place`` is this
+    rank's place in the epoch. Packed, it is one record of the file, not one for each batch.
     """
+    metrics = metric_state.collect(state[torchbearer.METRIC_LIST], mid_epoch=place is not None)
+    return wire.encode(
+        {
+            "generators": generators(state),
+            "metrics": metrics,
+            "history": state[torchbearer.HISTORY],
+            "epoch": place,
+        }
+    )
+
+
+def unpack(part: dict[str, Any], device: Any) -> dict[str, Any]:
+    """What a rank collected, with its own buffers."""
+    return {**wire.decode(part["packed"], device), "buffers": part["buffers"]}
+
+
+def generators(state: Any) -> dict[str, Any]:
+    """The state of every generator of this rank: python's, numpy's, torch's, and the loaders'."""
     own = {name: _get(each) for name, each in _loader_generators(state)}
     return {**randomness.rng_state(), "loaders": own}
 
@@ -69,8 +86,7 @@ def _get(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        version, words, gauss = generator.getstate()
-        return [version, list(words), gauss]
+        return list(generator.getstate())
     return _plain_numpy(generator.bit_generator.state)
 
 
@@ -78,7 +94,7 @@ def _set(generator: Any, saved: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(saved)
     elif isinstance(generator, random.Random):
-        generator.setstate((saved[0], tuple(saved[1]), saved[2]))
+        generator.setstate(tuple(saved))
     else:
         generator.bit_generator.state = saved
 
@@ -89,62 +105,40 @@ def _plain_numpy(value: Any) -> Any:
     return value.tolist() if isinstance(value, numpy.ndarray | numpy.generic) else value
 
 
-def collect(state: Any, *, mid_epoch: bool) -> dict[str, Any]:
-    """The generators, metrics and history of this rank.
+def differing_buffers(
+    model: torch.nn.Module, checksums: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """This rank's buffers, by plain name, where the ranks' checksums of them differ.
 
-    Running metrics are each rank's own, and are in the history.
-
-    Args:
-        state: The state of the running Trial.
-        mid_epoch: True if epoch metrics are being gathered.
+    Ranks see different data, so the statistics of BatchNorm diverge within an epoch.
     """
+    differ = (torch.stack([*checksums]) != checksums[0]).any(0).tolist()
     return {
-        "generators": generators(state),
-        "metrics": metric_state.collect(state[torchbearer.METRIC_LIST], mid_epoch=mid_epoch),
-        "history": Snapshot().copy(state[torchbearer.HISTORY], "history"),
+        contents.plain_name(model, name): buffer.detach().cpu()
+        for (name, buffer), differs in zip(model.named_buffers(), differ, strict=True)
+        if differs
     }
 
 
-def differing_buffers(model: torch.nn.Module) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Each rank's own buffers where the ranks differ, and what the model entry is to hold of them.
+def averaged_statistics(
+    model: torch.nn.Module, buffers: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The BatchNorm statistics that differ, averaged over the ranks' :func:`differing_buffers`.
 
-    Ranks see different data, so the statistics of BatchNorm part ways within an epoch. A model
-    loaded elsewhere gets their average; a run that continues gets each rank's own. The live
+    A model loaded elsewhere gets their average, a run that continues each rank's own. The live
     buffers stay as they are: a save must not change the run.
-
-    Args:
-        model: The model, without wrappers.
     """
-    world = collectives.world_size()
-    if world == 1:
-        return [{}], {}
-    named = [(name, buffer) for name, buffer in model.named_buffers()]
-    prints = collectives.all_gather(replicas.fingerprint(named), "the buffers' checksums")
-    differing = [
-        (name, buffer)
-        for index, (name, buffer) in enumerate(named)
-        if len({int(each[index]) for each in prints}) > 1
-    ]
-    if not differing:
-        return [{} for _ in range(world)], {}
-    plain = contents.plain_names(model, [name for name, _ in differing])
-    mine = {plain[name]: buffer.detach().cpu() for name, buffer in differing}
-    averaged = replicas.averaged_statistics(model)
-    return (
-        collectives.all_gather(mine, "the buffers that differ"),
-        {plain[name]: averaged[name].cpu() for name, _ in differing if name in averaged},
-    )
+    averaged = {}
+    for name in [contents.plain_name(model, n) for n, _ in replicas.batch_norm_statistics(model)]:
+        if name in buffers[0]:
+            own = torch.stack([each[name] for each in buffers])
+            averaged[name] = own.double().mean(0).to(own.dtype)
+    return averaged
 
 
 @torch.no_grad()
 def restore_buffers(model: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Puts back this rank's own buffers.
-
-    Args:
-        model: The model, without wrappers.
-        saved: This rank's part of what :func:`differing_buffers` gave.
-    """
-    live = dict(model.named_buffers())
-    for name, plain in contents.plain_names(model, live).items():
-        if plain in saved:
-            live[name].copy_(saved[plain])
+    """Puts back this rank's own buffers."""
+    for name, buffer in model.named_buffers():
+        if (plain := contents.plain_name(model, name)) in saved:
+            buffer.copy_(saved[plain])

@@ -1,19 +1,25 @@
-"""A checkpoint that is being put back, in steps that fit the order in which a run starts.
+"""Continuing from a checkpoint, in steps that fit the order in which a run starts.
 
 At ``on_start`` the weights and the history, so that every callback sees the run that continues. At
 the first ``on_start_epoch``, when all have started, what their start may have changed: a scheduler
 that was just made sets its first learning rate, for one. In mid-epoch once more when the loader has
 been brought to its place, since the hooks at the start of that epoch have run a second time.
+
+A loader cannot start in the middle, so it is started over: with the generators as they were when it
+was first started, the batches that were trained on already are drawn again and dropped. Worker
+processes, shuffled orders and data sets with a memory are then in the state that they were in.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torchbearer
+from torchbearer.callbacks import Tqdm
 
-from torchbearer_ddp.checkpoints import contents, metric_state, position, rank_state
+from torchbearer_ddp.checkpoints import contents, metric_state, rank_state
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
@@ -21,11 +27,7 @@ from torchbearer_ddp.log import announce
 
 
 def data_plan(state: Any) -> dict[str, Any]:
-    """What must be the same for a place in an epoch to mean the same.
-
-    Args:
-        state: The state of the running Trial, after all callbacks have started.
-    """
+    """What must be the same for a place in an epoch to mean the same; known after all started."""
     generator, steps = state[torchbearer.SELF].state[torchbearer.TRAIN_DATA] or (None, None)
     return {
         "world_size": collectives.world_size(),
@@ -34,8 +36,81 @@ def data_plan(state: Any) -> dict[str, Any]:
     }
 
 
+class EpochTrace:
+    """The generators at the start of the epoch, and where torchbearer last started the loader over.
+
+    It does so within an epoch that has more steps than the loader has batches; then a new order is
+    drawn, in between the draws of training. To be made before the loader is started.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._start = rank_state.generators(state)
+        self._again_at = 0
+        self._again: dict[str, Any] | None = None
+
+    def stepped(self, state: Any) -> None:
+        """Notes the generators if the loader is at its end after this step, and not the epoch."""
+        generator, done = state[torchbearer.GENERATOR], state[torchbearer.BATCH] + 1
+        if generator is None or state[torchbearer.STEPS] == done:
+            return
+        if done % max(1, len(generator)) == 0:
+            self._again_at, self._again = done, rank_state.generators(state)
+
+    def collect(self, state: Any) -> dict[str, Any]:
+        """Plain data for :meth:`replay`, after a step."""
+        return {
+            "start": self._start,
+            "again_at": self._again_at,
+            "again": self._again,
+            "values": metric_state.collect_values(state[torchbearer.METRICS]),
+        }
+
+    def replay(self, state: Any, saved: dict[str, Any], done: int) -> None:
+        """Brings the loader to its place after ``done`` steps, and the loop to the step after.
+
+        For ``on_start_training``, the loader having been started with the generators at the start
+        of this trace.
+        """
+        sampler, steps = state[torchbearer.SAMPLER], state[torchbearer.STEPS]
+        self._again_at, self._again = saved["again_at"], saved["again"]
+        for state[torchbearer.BATCH] in range(done):
+            if self._again is not None and state[torchbearer.BATCH] == self._again_at:
+                rank_state.set_generators(state, self._again)
+            sampler(state)
+        state[torchbearer.METRICS] = saved["values"]
+        state[torchbearer.SAMPLER] = _resumed(sampler, done, steps)
+        if steps != -1:
+            state[torchbearer.STEPS] = steps - done
+        _show_progress(state, done, on_epoch=False)
+
+
+def _resumed(sampler: Any, done: int, steps: int) -> Callable[[Any], None]:
+    """Makes torchbearer's loop, which counts from 0, count from the batch where it continues.
+
+    torchbearer calls the sampler right after it has set the number of the batch, before any
+    callback can see the smaller number.
+    """
+
+    def sample(state: Any) -> None:
+        state[torchbearer.STEPS] = steps
+        state[torchbearer.BATCH] += done
+        sampler(state)
+
+    return sample
+
+
+def _show_progress(state: Any, done: int, *, on_epoch: bool) -> None:
+    """Moves torchbearer's progress bars, of epochs or of steps, to where the run continues."""
+    callbacks = state[torchbearer.CALLBACK_LIST]
+    # torchbearer's own printer is not in the list but in front of it.
+    for printer in [getattr(callbacks, "callback", None), *callbacks]:
+        if isinstance(printer, Tqdm) and printer._on_epoch == on_epoch and printer._loader:
+            printer._loader.initial = printer._loader.n = done
+            printer._loader.refresh()
+
+
 class Resume:
-    """What is left to do until a run stands where the checkpoint was taken.
+    """What is left to do until a run is where the checkpoint was taken.
 
     Args:
         path: Where the checkpoint was found, for messages.
@@ -48,7 +123,7 @@ class Resume:
         self._section = payload[SECTION]
         self._mine: dict[str, Any] | None = None
         #: The steps done in the epoch that continues; 0 to begin that epoch.
-        self.batch = 0
+        self._batch = 0
 
     @property
     def global_step(self) -> int:
@@ -56,14 +131,7 @@ class Resume:
         return int(self._section["global_step"])
 
     def start(self, state: Any) -> None:
-        """Puts back what the other callbacks may want to see at their start.
-
-        Args:
-            state: The state of the running Trial.
-
-        Raises:
-            CheckpointError: On all ranks, if it does not fit this trial.
-        """
+        """Puts back what the other callbacks may want to see at their start."""
         error = None
         try:
             contents.restore(state, self._payload)
@@ -72,11 +140,11 @@ class Resume:
         collectives.raise_together(error, "continuing from a checkpoint")
         contents.restore_callbacks(state, self._payload)
         if self._section["world_size"] == collectives.world_size():
-            # Whoever derives a seed at the start (the order of the data) is to find the same.
-            mine = self._section["ranks"][collectives.rank()]
+            # A callback that derives a seed at its start (the order of the data) must get the same.
+            mine = self._own_part(state)
             rank_state.set_generators(state, mine["generators"])
             state[torchbearer.HISTORY][:] = mine["history"]
-        position.show_progress(state, self._section["epochs"], on_epoch=True)
+        _show_progress(state, self._section["epochs"], on_epoch=True)
         if collectives.is_rank_zero():
             contents.warn_of_changed_callbacks(state, self._payload)
         announce(
@@ -86,36 +154,25 @@ class Resume:
         )
 
     def start_epoch(self, state: Any) -> None:
-        """Puts back what the start of the other callbacks may have changed, and the generators.
-
-        Args:
-            state: The state of the running Trial, before the loader is started.
-        """
+        """Puts back what the start of the other callbacks may have changed, and the generators."""
         self._choose_part(state)
         self._put_back(state)
         if self._mine is None:
             return
-        if self.batch:
+        if self._batch:
             rank_state.set_generators(state, self._mine["epoch"]["start"])
         else:
             metrics = state[torchbearer.METRIC_LIST]
             metrics.train()
             metrics.reset(state)  # a metric may get its parts only now
-            self._put_back_metrics(state)
-            rank_state.set_generators(state, self._mine["generators"])
+            self._put_back_metrics(state, self._mine)
 
-    def continue_epoch(self, state: Any, trace: position.Trace) -> None:
-        """Goes to the middle of the epoch.
-
-        Args:
-            state: The state of the running Trial, the loader having been started.
-            trace: The trace of this epoch.
-        """
-        if self._mine is not None and self.batch:
-            trace.replay(state, self._mine["epoch"], self.batch)
+    def continue_epoch(self, state: Any, trace: EpochTrace) -> None:
+        """Goes to the middle of the epoch, the loader having been started."""
+        if self._mine is not None and self._batch:
+            trace.replay(state, self._mine["epoch"], self._batch)
             self._put_back(state)
-            self._put_back_metrics(state)
-            rank_state.set_generators(state, self._mine["generators"])
+            self._put_back_metrics(state, self._mine)
 
     def _put_back(self, state: Any) -> None:
         contents.restore_callbacks(state, self._payload)
@@ -125,10 +182,14 @@ class Resume:
             model = contents.unwrapped(state[torchbearer.MODEL])
             rank_state.restore_buffers(model, self._mine["buffers"])
 
-    def _put_back_metrics(self, state: Any) -> None:
-        if self._mine is not None:
-            metrics, device = state[torchbearer.METRIC_LIST], state[torchbearer.DEVICE]
-            metric_state.restore(metrics, self._mine["metrics"], device)
+    def _put_back_metrics(self, state: Any, mine: dict[str, Any]) -> None:
+        """The metrics, and then the generators, from which a metric may have drawn."""
+        metric_state.restore(state[torchbearer.METRIC_LIST], mine["metrics"])
+        rank_state.set_generators(state, mine["generators"])
+
+    def _own_part(self, state: Any) -> dict[str, Any]:
+        part = self._section["ranks"][collectives.rank()]
+        return rank_state.unpack(part, state[torchbearer.DEVICE])
 
     def _choose_part(self, state: Any) -> None:
         """Takes this rank's part, where the ranks and the data are as they were."""
@@ -139,7 +200,7 @@ class Resume:
             if self._section[name] != value and (batch or name == "world_size")
         }
         if not changed:
-            self._mine, self.batch = self._section["ranks"][collectives.rank()], batch
+            self._mine, self._batch = self._own_part(state), batch
             return
         if collectives.is_rank_zero():
             listed = ", ".join(

@@ -1,88 +1,55 @@
-"""When to ask rank zero whether a save is due by the clock or a write has failed.
-
-Only rank zero knows, and every rank must act at the same step. Asking at each step would cost an
-exchange each time, so all ranks ask at steps they know beforehand. After a save they ask at the
-next step, then after 2, 4, 8 ... more until the file stands; for the clock, at half of the steps
-that are left by the pace so far, so a handful of times per save.
-"""
+"""When a save is due: by epochs, by steps, by the clock."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-
-
-@dataclass
-class Answer:
-    """What rank zero says, the same on every rank.
-
-    Args:
-        failed: A write has failed.
-        save: A save is due by the clock.
-        ask_again: The step at which to ask next, or None if there is nothing to wait for.
-    """
-
-    failed: bool
-    save: bool
-    ask_again: int | None
 
 
 class SaveSchedule:
-    """Knows at which step to ask, alike on every rank.
+    """Knows when a save is due; only rank zero's clock counts, which the caller shares.
 
-    Args:
+    Attributes:
         every_seconds: The time between two saves, or None.
+        saved_step: The step of the last save, or -1.
     """
 
-    def __init__(self, every_seconds: float | None) -> None:
-        self._every_seconds = every_seconds
-        self._ask_at: int | None = None
-        self._gap = 1
-        self._saved_at = self._asked_at = time.monotonic()
-        self._asked_step = 0
+    def __init__(
+        self, every_epochs: int | None, every_steps: int | None, every_seconds: float | None
+    ) -> None:
+        require_positive(
+            every_epochs=every_epochs, every_steps=every_steps, every_seconds=every_seconds
+        )
+        self._every_epochs = every_epochs
+        self._every_steps = every_steps
+        self.every_seconds = every_seconds
+        self.saved_step = -1
+        self._clock_start = time.monotonic()
 
-    def begin(self, step: int, *, writing: bool) -> None:
-        """Starts the clock: at the start of a run, and after a save.
+    def restart_clock(self) -> None:
+        """Counts the time to the next save from now on."""
+        self._clock_start = time.monotonic()
 
-        Args:
-            step: The number of steps done.
-            writing: A write has begun.
-        """
-        self._saved_at = self._asked_at = time.monotonic()
-        self._asked_step = step
-        self._gap = 1
-        self._ask_at = step + 1 if writing or self._every_seconds is not None else None
+    def saved(self, step: int) -> None:
+        """Notes a save."""
+        self.saved_step = step
+        self.restart_clock()
 
-    def is_due(self, step: int) -> bool:
-        """Whether to ask at this step."""
-        return self._ask_at is not None and step >= self._ask_at
+    def is_due_by_clock(self) -> bool:
+        """Whether the time between two saves has passed."""
+        passed = time.monotonic() - self._clock_start
+        return self.every_seconds is not None and passed >= self.every_seconds
 
-    def answer(self, step: int, *, busy: bool, failed: bool) -> Answer:
-        """What rank zero says at this step.
+    def is_due_at_step(self, step: int) -> bool:
+        """Whether a save is due after so many steps."""
+        return self._every_steps is not None and step % self._every_steps == 0
 
-        Args:
-            step: The number of steps done.
-            busy: A write is under way.
-            failed: A write has failed.
-        """
-        now = time.monotonic()
-        pace = (now - self._asked_at) / max(1, step - self._asked_step)
-        self._asked_at, self._asked_step = now, step
-        again = []
-        if busy:
-            again.append(step + self._gap)
-            self._gap *= 2
-        save = False
-        if self._every_seconds is not None:
-            left = self._every_seconds - (now - self._saved_at)
-            save = left <= 0
-            again.append(step + max(1, int(left / max(pace, 1e-9) / 2)))
-        return Answer(failed, save, min(again, default=None))
+    def is_due_after_epochs(self, epochs: int, *, ends: bool) -> bool:
+        """Whether a save is due after so many epochs; if the run ends with them, it is."""
+        return self._every_epochs is not None and (epochs % self._every_epochs == 0 or ends)
 
-    def heard(self, answer: Answer) -> None:
-        """Notes when to ask next.
 
-        Args:
-            answer: What rank zero said.
-        """
-        self._ask_at = answer.ask_again
+def require_positive(**given: float | None) -> None:
+    """Refuses numbers that are not above 0."""
+    for name, value in given.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}: give a number above 0, or None.")

@@ -1,4 +1,4 @@
-"""Writing in the background: training goes on meanwhile, and no file is left undone."""
+"""Writing in the background: training goes on meanwhile, and no file is left unfinished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 def finish_writing() -> None:
-    """Waits until every checkpoint under way stands, for those who end the process at once.
+    """Waits until every checkpoint under way is written, for programs that call ``os._exit``.
 
     An ordinary exit waits by itself, as executors do; ``os._exit`` does not.
     """
@@ -20,11 +20,11 @@ def finish_writing() -> None:
         writer.wait()
 
 
-atexit.register(finish_writing)  # for those who run the exit handlers and then os._exit
+atexit.register(finish_writing)  # for programs that run the exit handlers and then os._exit
 
 
 class Writer:
-    """Does one job at a time in a thread of its own, and keeps its error until it is asked for.
+    """Does one job at a time in a thread of its own, and keeps its error until it is taken.
 
     The thread stays for the next job: starting one costs more than copying a small model.
     """
@@ -36,21 +36,12 @@ class Writer:
         _writers.add(self)
 
     @property
-    def busy(self) -> bool:
-        """True while a job is being done."""
-        return self._job is not None and not self._job.done()
-
-    @property
     def has_failed(self) -> bool:
-        """True if a job has ended with an error that nobody has taken yet."""
+        """True if a job has ended with an error that was not taken yet."""
         return self._job is not None and self._job.done() and self._job.exception() is not None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begins a job, once the one before has ended.
-
-        Args:
-            job: What to do.
-        """
+        """Begins a job, once the one before has ended."""
         self.wait()
         self._job = self._executor.submit(job)
 
