@@ -13,7 +13,7 @@ import pytest
 from tests.processes import Program, bound, until
 from torchbearer_ddp.group import debug
 from torchbearer_ddp.launch.flags import merge, read_flags
-from torchbearer_ddp.launch.plan import make_plan
+from torchbearer_ddp.launch.planner import make_plan
 
 TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
 HOST = socket.gethostname()

@@ -8,7 +8,7 @@ from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.join import device_of
 from torchbearer_ddp.launch.environments import expand_counts, expand_hosts, in_slurm_step
 from torchbearer_ddp.launch.flags import add_arguments, merge, read_flags, read_options
-from torchbearer_ddp.launch.plan import make_plan
+from torchbearer_ddp.launch.planner import make_plan
 
 TORCHRUN = {
     "RANK": "3",
@@ -85,7 +85,7 @@ def test_the_line_says_what_was_detected_and_why():
     assert plan("--nproc-per-node 2").describe(1) == line + "1 thread each"
     assert plan("--nproc-per-node 2").describe(4) == line + "4 threads each"
     assert "1 process (no launch flags, no torchrun, no Slurm step)" in plan().describe(1)
-    assert "4 ranks, meeting at node07:" in plan("", SLURM).describe(1)
+    assert "4 ranks, rendezvous at node07:" in plan("", SLURM).describe(1)
 
 
 # Who is who.

@@ -44,14 +44,15 @@ def serve(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPSt
         try:
             store = serve_store(host, port, timeout)
         except LaunchError as error:
-            cause = error.__cause__
-            in_use = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
-            if not in_use or port == ports[-1]:
+            if len(ports) == 1 or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise
             continue
         run_store(store, prefix).set(_SERVED, "1")
-        break
-    return store
+        return store
+    raise LaunchError(
+        f"Ports {', '.join(map(str, ports))} on {host} are in use, so rank 0 cannot open the "
+        "rendezvous. Give every rank another --port."
+    )
 
 
 def find(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPStore:

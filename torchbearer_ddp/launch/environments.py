@@ -1,13 +1,14 @@
-"""What torchrun's and Slurm's environments say, as pure functions of a mapping."""
+"""The rank that torchrun or srun has started, read from its environment variables."""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.group.membership import Member
+from torchbearer_ddp.launch.plan import Plan
 
 #: What makes an environment torchrun's; the address alone does not, batch scripts export it too.
 _TORCHRUN_SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -17,23 +18,16 @@ _SLURM_NEEDS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 #: Ports of Slurm steps: below the range from which systems take ports for outgoing connections.
 _FIRST_PORT, _PORTS = 20000, 12000
+#: Another program may hold the port; the ranks then try the next ones.
 _PORTS_TO_TRY = 4
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One process's place in a run that something else has started."""
-
-    rank: int
-    world_size: int
-    #: -1 where the environment does not say; the roll call finds out.
-    local_rank: int
-    local_world_size: int
-    host: str
-    #: The store is on the first of these that is free on rank zero's host.
-    ports: tuple[int, ...]
-    serve: bool
-    prefix: str
+#: Slurm's variables by the names of today and of older versions.
+_OLDER_NAMES = (
+    ("SLURM_NTASKS", "SLURM_NPROCS"),
+    ("SLURM_JOB_ID", "SLURM_JOBID"),
+    ("SLURM_STEP_ID", "SLURM_STEPID"),
+    ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+)
 
 
 def in_torchrun(environment: Mapping[str, str]) -> bool:
@@ -51,8 +45,8 @@ def in_slurm_step(environment: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def torchrun_placement(environment: Mapping[str, str]) -> Placement:
-    """Reads torchrun's variables.
+def read_torchrun(environment: Mapping[str, str]) -> Plan:
+    """The rank that torchrun's variables describe; local rank -1 where they do not.
 
     Raises:
         LaunchError: If some are missing or do not fit together.
@@ -64,30 +58,30 @@ def torchrun_placement(environment: Mapping[str, str]) -> Placement:
         "another run, or name a launcher, such as --launcher inline.",
     )
     rank, world_size = _rank_of(environment, "RANK", "WORLD_SIZE")
-    elastic = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Placement(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(environment, "LOCAL_RANK", -1),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return Plan(
+        member=Member(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(environment, "LOCAL_RANK", -1),
+            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        ),
         host=environment["MASTER_ADDR"],
         ports=(_number(environment, "MASTER_PORT", 0),),
-        serve=rank == 0 and not elastic,
-        prefix=f"torchrun/{environment.get('TORCHELASTIC_RUN_ID', '')}/{restart}",
+        serve=rank == 0 and not agent_serves,
+        prefix="/".join(["torchrun", *(environment.get(name, "") for name in names)]),
     )
 
 
-def slurm_placement(environment: Mapping[str, str]) -> Placement:
-    """Reads the variables of a Slurm step.
+def read_slurm_step(environment: Mapping[str, str]) -> Plan:
+    """The rank that the variables of a Slurm step describe; local rank -1 where they do not.
 
     Raises:
         LaunchError: If some are missing or do not fit together.
     """
-    known = {**environment}
-    for name, older in (("SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_JOB_ID", "SLURM_JOBID")):
-        if name not in known and older in known:
-            known[name] = known[older]
+    known = {new: environment[old] for new, old in _OLDER_NAMES if old in environment}
+    known.update(environment)
     _require(
         known,
         _SLURM_NEEDS,
@@ -97,35 +91,22 @@ def slurm_placement(environment: Mapping[str, str]) -> Placement:
     rank, world_size = _rank_of(known, "SLURM_PROCID", "SLURM_NTASKS")
     tasks = _tasks_per_node(known, world_size)
     node = _number(known, "SLURM_NODEID", 0)
-    hosts = expand_hosts(
-        known.get("SLURM_STEP_NODELIST")
-        or known.get("SLURM_JOB_NODELIST")
-        or known.get("SLURM_NODELIST")
-        or "127.0.0.1"
-    )
-    job = "/".join(
-        known.get(name, "")
-        for name in (
-            "SLURM_JOB_ID",
-            "SLURM_ARRAY_TASK_ID",
-            "SLURM_STEP_ID",
-            "SLURM_RESTART_COUNT",
-        )
-    )
-    return Placement(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(known, "SLURM_LOCALID", -1),
-        local_world_size=tasks[node] if node < len(tasks) else tasks[0],
-        host=hosts[0],
-        ports=tuple(_port_of(job) + spare for spare in range(_PORTS_TO_TRY)),
+    nodes = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    names = ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    step = "/".join(known.get(name, "") for name in names)
+    port = _FIRST_PORT + zlib.crc32(step.encode()) % _PORTS
+    return Plan(
+        member=Member(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(known, "SLURM_LOCALID", -1),
+            local_world_size=tasks[node] if node < len(tasks) else tasks[0],
+        ),
+        host=expand_hosts(nodes)[0],
+        ports=tuple(range(port, port + _PORTS_TO_TRY)),
         serve=rank == 0,
-        prefix=f"slurm/{job}",
+        prefix=f"slurm/{step}",
     )
-
-
-def _port_of(job: str) -> int:
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
 def expand_hosts(listing: str) -> list[str]:
@@ -133,12 +114,9 @@ def expand_hosts(listing: str) -> list[str]:
 
     Example: ::
 
-        >>> from torchbearer_ddp.environments import expand_hosts
+        >>> from torchbearer_ddp.launch.environments import expand_hosts
         >>> expand_hosts('login,gpu[07-08,12]')
         ['login', 'gpu07', 'gpu08', 'gpu12']
-
-    Args:
-        listing: The list as SLURM_JOB_NODELIST has it.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listing):
@@ -173,7 +151,7 @@ def expand_counts(listing: str) -> list[int]:
 
 def _tasks_per_node(environment: Mapping[str, str], tasks: int) -> list[int]:
     """The tasks on each node: the step's own list if there is one, else the job's options."""
-    nodes = _number(environment, "SLURM_NNODES", _number(environment, "SLURM_JOB_NUM_NODES", 1))
+    nodes = _number(environment, "SLURM_NNODES", 1)
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if name not in environment:
             continue

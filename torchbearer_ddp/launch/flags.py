@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 from torchbearer_ddp.group.membership import DEFAULT_TIMEOUT
 from torchbearer_ddp.launch.devices import BACKENDS
-from torchbearer_ddp.launch.plan import DEFAULT_GRACE, DEFAULT_PORT, LAUNCHERS
+from torchbearer_ddp.launch.plan import DEFAULT_GRACE
+from torchbearer_ddp.launch.planner import DEFAULT_PORT, LAUNCHERS
 from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS
 
 _SETTINGS = (

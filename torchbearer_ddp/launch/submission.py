@@ -71,7 +71,7 @@ def submit_slurm(
     return _prepare(task, {**given, "max_requeues": max_requeues}).submit()
 
 
-def submit_and_follow(task: tuple[Any, ...], plan: Plan) -> list[Any]:
+def submit_and_follow(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
     """Submits the worker as ``--launcher slurm`` asks, and stays until the job has ended.
 
     Raises:
