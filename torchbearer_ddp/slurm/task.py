@@ -123,7 +123,7 @@ class _Attempt:
                 if not self._is_requeue_wanted(signum):
                     logger.warning("%s, all ranks stop; job %s is not requeued", name, self._job)
                     failures.exit_now(128 + signum)
-                self._requeue(name)
+                self._requeue_job(name)
         except (LaunchError, OSError) as error:
             self.fail(error)
         # Not as a failure: Slurm would then kill the rank that requeues.
@@ -148,7 +148,7 @@ class _Attempt:
         preempted = known.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
         return preempted and known.get("JobState") == "RUNNING"
 
-    def _requeue(self, name: str) -> None:
+    def _requeue_job(self, name: str) -> None:
         if self._restart >= self._max_requeues:
             raise LaunchError(
                 f"Job {self._job} got {name} but was restarted {self._restart} times already and "
