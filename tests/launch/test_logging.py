@@ -1,8 +1,9 @@
 """What the package reports goes through a standard logger, which a program can set up."""
 
+import re
 import sys
 
-from tests.processes import Program
+from tests.processes import Program, free_port
 
 SCRIPT = """
 import logging, sys
@@ -59,3 +60,27 @@ def test_basic_config_redirects_it_with_the_rank_of_each_record(tmp_path):
         "torchbearer_ddp WARNING rank 0: a warning",
         "torchbearer_ddp WARNING rank 1: a warning",
     ]
+
+
+FAILING = """
+import logging, sys
+from torchbearer_ddp import barrier, rank, run_distributed
+
+def work():
+    barrier()
+    sys.exit(3 * rank())
+
+logging.basicConfig(format="%(rank)s|%(message)s")
+run_distributed(work)
+"""
+
+
+def test_a_line_after_the_run_has_the_rank_as_well():
+    place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()), "--rank")
+    with (
+        Program(sys.executable, "-c", FAILING, *place, "0", raw=True) as zero,
+        Program(sys.executable, "-c", FAILING, *place, "1", raw=True) as one,
+    ):
+        assert one.code() == 3, one.text()
+        assert zero.code() == 0, zero.text()
+        assert re.match(r"1\|Rank 1 on \S+ called sys.exit\(3\)", one.said()), one.text()

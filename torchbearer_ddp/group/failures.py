@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -51,23 +52,40 @@ def exit_normally(code: int) -> NoReturn:
     stop_request.end(code)
 
 
-def report_of(error: BaseException) -> dict[str, Any]:
-    """What the launcher needs to know of a failure, as plain data."""
+def report_of(error: BaseException, rank: int) -> dict[str, Any]:
+    """What other processes need to know of a rank's failure, as plain data."""
     signum = _stop_signal(error)
     code = error.code if isinstance(error, SystemExit) else None
     return {
         "kind": "error",
-        "type": type(error).__name__,
+        "rank": rank,
         "host": socket.gethostname(),
         # These messages are complete; where in our code they were raised does not help.
         "message": str(error) if isinstance(error, LaunchError | WorkerError) else "",
         "what": "\n\n".join(filter(None, (summary(error), users_traceback(error)))),
         "exitcode": signum + 128 if signum else code if code in range(1, 256) else 1,
         "signal": signum,
-        "secondary": bool(getattr(error, "secondary", False)),
-        "cause": getattr(error, "rank", None),
-        "cause_host": getattr(error, "host", None),
+        "launch": isinstance(error, LaunchError),
+        "secondary": isinstance(error, DistributedError) and error.secondary,
+        "cause": error.rank if isinstance(error, WorkerError) else None,
+        "cause_host": error.host if isinstance(error, WorkerError) else None,
     }
+
+
+def explain(report: Mapping[str, Any]) -> str:
+    """What happened to a rank, with its traceback if that says more."""
+    message = report.get("message") or f"Rank {report['rank']} on {report['host']} {report['what']}"
+    return str(message)
+
+
+def worker_error(report: Mapping[str, Any], note: str = "") -> WorkerError:
+    """The error that the process which waits for a rank raises for its failure."""
+    return WorkerError(
+        explain(report).rstrip() + note,
+        rank=report["rank"] if report.get("cause") is None else report["cause"],
+        host=report.get("cause_host") or report["host"],
+        exitcode=report["exitcode"],
+    )
 
 
 def headline(error: BaseException, rank: int) -> str:
@@ -75,12 +93,6 @@ def headline(error: BaseException, rank: int) -> str:
     if isinstance(error, DistributedError):
         return str(error)
     return f"Rank {rank} on {socket.gethostname()} {summary(error)}"
-
-
-def explain(error: BaseException, rank: int) -> str:
-    """What happened to a rank, with its traceback if that says more."""
-    report = report_of(error)
-    return str(report["message"] or f"Rank {rank} on {report['host']} {report['what']}")
 
 
 def summary(error: BaseException) -> str:

@@ -117,7 +117,9 @@ def set_current(group: Group | None, single: Member | None = None) -> Group | No
     """Replaces what this process belongs to, and returns the group it belonged to before."""
     previous = _Membership.group
     _Membership.group, _Membership.single = group, single
-    log.set_rank(group.member.rank if group else 0)
+    # After the run this process keeps its rank in the log: its last lines are about that run.
+    if member := group.member if group else single:
+        log.set_rank(member.rank)
     return previous
 
 

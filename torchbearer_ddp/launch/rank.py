@@ -83,16 +83,14 @@ def _show_crashes() -> None:
 def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) -> NoReturn:
     """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
     plan = Plan.from_fields(plan_fields)
+    rank = plan.member_at(index).rank
     try:
-        worker_fn, args, kwargs = cloudpickle.loads(payload)
-        share_names(worker_fn)
-        result = run_rank(plan, index, worker_fn, args, kwargs)
-        body = _pickled_result(result, plan.member_at(index).rank)
+        body = _pickled_result(run_rank(plan, index, *_load_worker(payload)), rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             body = cloudpickle.dumps(None)
         else:
-            report = failures.report_of(error)
+            report = failures.report_of(error, rank)
             _send(reports, report)
             # Exit handlers still run, but not the destructors of a group with pending messages.
             failures.exit_now(report["exitcode"])
@@ -104,17 +102,18 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
     """Runs this process, a task of a Slurm step, as the rank that its environment says it is."""
     plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
-    task = cloudpickle.loads(payload)
-    share_names(task[0])
-    return run_rank(plan, 0, *task)
+    return run_rank(plan, 0, *_load_worker(payload))
 
 
-def share_names(worker_fn: Callable[..., Any]) -> None:
-    """Puts what came with the worker into ``__main__``, where pickle looks for it by name."""
-    names = getattr(worker_fn, "__globals__", {})
-    if getattr(worker_fn, "__module__", None) == "__main__":
-        main_names = vars(sys.modules["__main__"])
-        main_names.update({k: v for k, v in names.items() if not k.startswith("__")})
+def _load_worker(payload: bytes) -> Any:
+    """The worker, with its names in ``__main__``, where pickle looks for them."""
+    worker = cloudpickle.loads(payload)
+    if getattr(worker[0], "__module__", None) == "__main__":
+        names = getattr(worker[0], "__globals__", {})
+        vars(sys.modules["__main__"]).update(
+            {name: value for name, value in names.items() if not name.startswith("__")}
+        )
+    return worker
 
 
 def _pickled_result(result: Any, rank: int) -> bytes:

@@ -159,14 +159,15 @@ def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
         raise SystemExit(128 + signal.SIGINT) from None
     except SystemExit as error:
         if not alone and error.code and not stop_request.received():
-            text = failures.explain(error, rank)
+            text = failures.explain(failures.report_of(error, rank))
             logger.error(text)  # Python itself shows nothing for sys.exit
             _report_to_torchrun(plan, error, text)
         raise
     except Exception as error:
         if not alone:
             exit_with_message(error, 1, failures.headline(error, rank), force=True)
-            _report_to_torchrun(plan, error, failures.explain(error, rank))
+            text = failures.explain(failures.report_of(error, rank))
+            _report_to_torchrun(plan, error, text)
         raise
     if signum := stop_request.received():
         raise SystemExit(128 + signum)
@@ -185,7 +186,8 @@ def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
         return
     # It takes the earliest failure for the cause and counts whole seconds: what only follows from
     # another failure must not be as early.
-    when = int(time.time()) + (_FOLLOWS_SECONDS if getattr(error, "secondary", False) else 0)
+    follows = isinstance(error, DistributedError) and error.secondary
+    when = int(time.time()) + _FOLLOWS_SECONDS * follows
     details = {"py_callstack": text, "timestamp": str(when)}
     report = {"message": {"message": text, "extraInfo": details}}
     with contextlib.suppress(OSError):

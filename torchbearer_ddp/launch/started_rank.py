@@ -10,7 +10,8 @@ import subprocess
 from contextlib import suppress
 from typing import Any
 
-from torchbearer_ddp.errors import LaunchError, WorkerError
+from torchbearer_ddp.errors import DistributedError, LaunchError
+from torchbearer_ddp.group import failures
 
 _READ_BYTES = 1 << 16
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -139,15 +140,10 @@ class StartedRank:
             "See its output."
         )
 
-    def error(self) -> Exception:
+    def error(self) -> DistributedError:
         """The error to raise for its failure."""
-        host = self.report.get("host", socket.gethostname())
-        message = self.report.get("message") or f"Rank {self.rank} on {host} {self.what()}"
-        if self.report.get("type") == LaunchError.__name__:
-            return LaunchError(message)
-        return WorkerError(
-            message,
-            rank=self.report.get("cause") if self.distance == 2 else self.rank,
-            host=self.report.get("cause_host") or host,
-            exitcode=self.process.returncode,
-        )
+        if self.report.get("launch"):
+            return LaunchError(self.report["message"])
+        known = {"rank": self.rank, "host": socket.gethostname(), "what": self.what()}
+        known["exitcode"] = self.process.returncode
+        return failures.worker_error({**known, **self.report})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchbearer_ddp.errors import WorkerError
+from torchbearer_ddp.group.failures import worker_error
 from torchbearer_ddp.log import logger
 from torchbearer_ddp.slurm.submitit_adapter import Job, UncompletedJobError, Watcher
 
@@ -112,14 +113,8 @@ class SlurmJob(Job):
             return None
         # Of the last restart, and not because of another rank.
         first = min(reports, key=lambda r: (-r["restart"], r["secondary"], r["time"]))
-        message = first["message"] or f"Rank {first['rank']} on {first['host']} {first['what']}"
-        return WorkerError(
-            f"{message.rstrip()}\n\nJob {self.job_id} has ended; its logs are "
-            f"{self.paths_of(first['rank']).stderr} and those beside it.",
-            rank=first["rank"] if first["cause"] is None else first["cause"],
-            host=first["host"] if first["cause_host"] is None else first["cause_host"],
-            exitcode=first["exitcode"],
-        )
+        logs = f"{self.paths_of(first['rank']).stderr} and those beside it"
+        return worker_error(first, f"\n\nJob {self.job_id} has ended; its logs are {logs}.")
 
     def _unexplained(self, state: str, missing: list[int]) -> WorkerError:
         ranks = ", ".join(map(str, missing))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures, stop_request
 from torchbearer_ddp.log import logger
 from torchbearer_ddp.slurm.job import look_up, slurm_command
@@ -80,9 +80,8 @@ def _receive_in_thread(signum: signal.Signals) -> None:
 
 
 def _follows_from_signal(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt | SystemExit) or bool(
-        getattr(error, "secondary", False)
-    )
+    lost_another = isinstance(error, DistributedError) and error.secondary
+    return lost_another or isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 class _Attempt:
@@ -173,11 +172,11 @@ class _Attempt:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Writes a report of the failure for the process that waits for the job, and ends."""
-        report = failures.report_of(error)
-        report.update(rank=self._rank, restart=self._restart, time=time.time())
+        report = failures.report_of(error, self._rank)
+        report.update(restart=self._restart, time=time.time())
         temporary = self._report_path.with_suffix(".part")
         temporary.write_text(json.dumps(report))
         temporary.replace(self._report_path)
-        logger.error(failures.explain(error, self._rank))
+        logger.error(failures.explain(report))
         # Python's own exit could wait forever for ranks that are gone.
         failures.exit_now(report["exitcode"])
