@@ -1,4 +1,4 @@
-"""What the library says, through one standard logger: ``logging.getLogger("torchbearer_ddp")``.
+"""The package's logger, a standard one: ``logging.getLogger("torchbearer_ddp")``.
 
 Lines of level INFO and above go to stderr, unless the program has set up logging itself: then they
 go where its records go. Every record has the rank of the process as ``record.rank``.
@@ -24,7 +24,7 @@ def set_rank(rank: int) -> None:
 
 
 def announce(line: str) -> None:
-    """Says on rank zero what was detected, chosen or repaired; one sentence, no full stop."""
+    """Logs on rank zero what was detected, chosen or repaired; one sentence, no full stop."""
     if _Context.rank == 0:
         logger.info(line)
 

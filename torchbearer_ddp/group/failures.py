@@ -73,7 +73,7 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
 
 
 def explain(report: Mapping[str, Any]) -> str:
-    """What happened to a rank, with its traceback if that says more."""
+    """What happened to a rank, with its traceback if that helps."""
     message = report.get("message") or f"Rank {report['rank']} on {report['host']} {report['what']}"
     return str(message)
 
@@ -98,7 +98,7 @@ def headline(error: BaseException, rank: int) -> str:
 def summary(error: BaseException) -> str:
     """What happened, in words that follow the rank's name."""
     if signum := _stop_signal(error):
-        return f"was told to stop ({signal.Signals(signum).name})."
+        return f"was asked to stop ({signal.Signals(signum).name})."
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
     return f"raised {''.join(traceback.format_exception_only(error)).strip()}"

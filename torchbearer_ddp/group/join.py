@@ -159,9 +159,14 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def cores_per_rank(member: Member) -> int:
+    """An equal share of the usable cores for each rank on this host."""
+    return max(1, usable_cores() // max(1, member.local_world_size))
+
+
 def _share_cores(member: Member) -> None:
     if "OMP_NUM_THREADS" not in os.environ and member.local_world_size > 1:
-        torch.set_num_threads(max(1, usable_cores() // member.local_world_size))
+        torch.set_num_threads(cores_per_rank(member))
 
 
 def versions() -> dict[str, str]:

@@ -83,7 +83,7 @@ def handle(signum: int, frame: FrameType | None) -> None:
     request, now = current(), time.monotonic()
     if request.signum is not None:
         if signum == signal.SIGUSR2:
-            request.signum = signum  # Slurm's SIGTERM came first: the job is to go on later
+            request.signum = signum  # SIGUSR2 after Slurm's SIGTERM: the job is to be requeued
         elif request.signum != signal.SIGUSR2 and now - request.at > ECHO_SECONDS:
             if not request.exiting:
                 request.exiting, request.at = True, now

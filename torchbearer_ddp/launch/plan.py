@@ -17,7 +17,7 @@ class Plan:
 
     Attributes:
         launcher: The launcher that was chosen; never ``auto``.
-        reason: What it was chosen for, in words.
+        reason: Why it was chosen.
         member: The rank that this process is, or the first of those that it starts.
         host: The address of the store.
         ports: The store is on the first of these that is free; 0 is any free one.

@@ -100,7 +100,7 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
 
 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
-    """Runs this process, a task of a Slurm step, as the rank that its environment says it is."""
+    """Runs this process, a task of a Slurm step, as the rank that its environment names."""
     plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
     return run_rank(plan, 0, *_load_worker(payload))
 

@@ -1,4 +1,4 @@
-"""Choose a launcher, run the ranks, collect their results."""
+"""``run_distributed``: chooses a launcher, runs the ranks and collects their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures, rendezvous, stop_request, waiting
-from torchbearer_ddp.group.join import usable_cores
+from torchbearer_ddp.group.join import cores_per_rank
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.plan import Plan
@@ -29,14 +29,14 @@ from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
 from torchbearer_ddp.log import logger
 
-#: Tells the runs of one process apart where they share a store.
+#: Separates the runs of one process that share a store.
 _runs = itertools.count()
 #: How long a launcher tries to record in the store of another host why its rank died.
 _PUBLISH_SECONDS = 2.0
-#: Marks an error with how this process ends if nobody catches it. A hook that held the error would
-#: keep its traceback, and the store of the failed run in it, for as long as the process lives.
+#: Marks an error with how this process ends if it is not caught. A hook that held the error itself
+#: would keep its traceback, and the store of the failed run in it, as long as the process lives.
 _ENDING = "_torchbearer_ddp_ending"
-#: How much later than its cause a failure is dated that only follows from it.
+#: How much later a failure that another one caused is dated.
 _FOLLOWS_SECONDS = 2
 
 
@@ -114,9 +114,7 @@ def _threads(plan: Plan) -> int:
     if plan.member.world_size == 1 and plan.launcher != "spawn":
         return torch.get_num_threads()
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    if chosen.isdigit():
-        return int(chosen)
-    return max(1, usable_cores() // max(1, plan.member.local_world_size))
+    return int(chosen) if chosen.isdigit() else cores_per_rank(plan.member)
 
 
 def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
@@ -157,16 +155,14 @@ def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
         if alone:
             raise
         raise SystemExit(128 + signal.SIGINT) from None
-    except SystemExit as error:
-        if not alone and error.code and not stop_request.received():
+    except (Exception, SystemExit) as error:
+        stops = isinstance(error, SystemExit) and (not error.code or stop_request.received())
+        if not alone and not stops:
             text = failures.explain(failures.report_of(error, rank))
-            logger.error(text)  # Python itself shows nothing for sys.exit
-            _report_to_torchrun(plan, error, text)
-        raise
-    except Exception as error:
-        if not alone:
-            exit_with_message(error, 1, failures.headline(error, rank), force=True)
-            text = failures.explain(failures.report_of(error, rank))
+            if isinstance(error, SystemExit):
+                logger.error(text)  # Python itself shows nothing for sys.exit
+            else:
+                exit_with_message(error, 1, failures.headline(error, rank), force=True)
             _report_to_torchrun(plan, error, text)
         raise
     if signum := stop_request.received():
@@ -197,11 +193,11 @@ def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
 def exit_with_message(
     error: Exception, exitcode: int, text: str | None = None, *, force: bool = False
 ) -> None:
-    """If nobody catches this error, the process ends with this message instead of a traceback.
+    """Makes this process end with a message instead of a traceback, if the error is not caught.
 
-    The traceback of this process would bury the cause, which is another rank's or in the flags.
+    The traceback of this process would hide the cause, which is in another rank or in the flags.
     ``text`` replaces the error's own message; the traceback of a user's error follows it. ``force``
-    skips what could hang: the end of a group with pending messages.
+    ends the process without closing the group, which could hang.
     """
     setattr(error, _ENDING, (exitcode, text or str(error), force))
     previous = sys.excepthook

@@ -69,7 +69,7 @@ def _completed(given: dict[str, Any], name: str) -> dict[str, Any]:
     """The parameters for submitit's executor, with what a job of ranks needs."""
     if given.get("gpus_per_node") == 0:
         del given["gpus_per_node"]  # a cluster without GPUs rejects even 0
-    known = {name: given.pop(name) for name in known_parameters() & set(given)}
+    known = {key: given.pop(key) for key in known_parameters() & set(given)}
     # The others are sbatch's, which rejects what it does not know.
     additional = {**given, **known.get("additional_parameters", {})}
     if "array" in additional:
@@ -116,7 +116,7 @@ def _check_private(folder: Path) -> None:
     if found.st_uid not in (os.getuid(), 0):
         raise LaunchError(
             f"The submission folder {folder} belongs to another user (uid {found.st_uid}), who "
-            "could run code in the job through the pickles in it. Name a folder of your own."
+            "could run code in the job through the pickles in it. Use a folder of your own."
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise LaunchError(
