@@ -119,6 +119,10 @@ def test_what_is_sent(sbatch, capsys, tmp_path):
     assert "--kill-on-bad-exit=1" in lines[-1] or "--kill-on-bad-exit=1" in lines[-2]
     assert not any("gpu" in line or "cpus" in line for line in lines)
     assert not (tmp_path / "jobs").exists()
+    # The tasks start a file by its path, so that nothing is imported before its first line.
+    start = Path(torchbearer_ddp.__file__).parent / "slurm" / "start.py"
+    assert start.is_file()
+    assert f"{sys.executable} -u {start} " in "\n".join(lines)
 
 
 def test_what_the_user_asks_for_goes_before_what_we_would(sbatch, capsys):
