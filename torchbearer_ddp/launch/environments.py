@@ -10,10 +10,8 @@ from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch.plan import Plan
 
-#: What makes an environment torchrun's; the address alone does not, batch scripts export it too.
+#: Each of these shows that torchrun started the process; batch scripts may set MASTER_ADDR too.
 _TORCHRUN_SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM_NEEDS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 #: Slurm numbers its special steps (batch script, salloc's shell, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 #: Ports of Slurm steps: below the range from which systems take ports for outgoing connections.
@@ -39,7 +37,7 @@ def in_slurm_step(environment: Mapping[str, str]) -> bool:
     """True in a process that srun started.
 
     A batch script has a SLURM_PROCID as well, and salloc's shell a step of its own, but a plain
-    ``python script.py`` in them means one process: the other ranks would never come.
+    ``python script.py`` there is one process; no other ranks are started.
     """
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
@@ -51,13 +49,12 @@ def read_torchrun(environment: Mapping[str, str]) -> Plan:
     Raises:
         LaunchError: If some are missing or do not fit together.
     """
-    _require(
+    rank, world_size = _rank_of(
         environment,
-        _TORCHRUN_NEEDS,
         "torchrun sets all of them: start the script with torchrun, unset what is left of "
         "another run, or name a launcher, such as --launcher inline.",
+        *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     )
-    rank, world_size = _rank_of(environment, "RANK", "WORLD_SIZE")
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return Plan(
@@ -82,13 +79,12 @@ def read_slurm_step(environment: Mapping[str, str]) -> Plan:
     """
     known = {new: environment[old] for new, old in _OLDER_NAMES if old in environment}
     known.update(environment)
-    _require(
+    rank, world_size = _rank_of(
         known,
-        _SLURM_NEEDS,
         "srun sets all of them: start the script with srun, or name another launcher, such as "
         "--launcher inline.",
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
     )
-    rank, world_size = _rank_of(known, "SLURM_PROCID", "SLURM_NTASKS")
     tasks = _tasks_per_node(known, world_size)
     node = _number(known, "SLURM_NODEID", 0)
     nodes = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST") or "127.0.0.1"
@@ -168,21 +164,19 @@ def _tasks_per_node(environment: Mapping[str, str], tasks: int) -> list[int]:
     return [tasks // nodes or 1] * nodes
 
 
-def _require(environment: Mapping[str, str], names: tuple[str, ...], remedy: str) -> None:
-    missing = [name for name in names if name not in environment]
+def _rank_of(environment: Mapping[str, str], remedy: str, *needed: str) -> tuple[int, int]:
+    """The rank and the world size, which the first two of the needed variables hold."""
+    missing = [name for name in needed if name not in environment]
     if missing:
-        found = [f"{name}={environment[name]}" for name in names if name in environment]
+        found = [f"{name}={environment[name]}" for name in needed if name in environment]
         raise LaunchError(
-            f"The environment has {', '.join(found) or 'none of ' + ', '.join(names)} but not "
+            f"The environment has {', '.join(found) or 'none of ' + ', '.join(needed)} but not "
             f"{', '.join(missing)}: {remedy}"
         )
-
-
-def _rank_of(environment: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _number(environment, rank_name, 0), _number(environment, size_name, 1)
+    rank, size = (_number(environment, name, 0) for name in needed[:2])
     if not 0 <= rank < size:
         raise LaunchError(
-            f"{rank_name} is {rank} but {size_name} is {size}: ranks go from 0 to {size - 1}. "
+            f"{needed[0]} is {rank} but {needed[1]} is {size}: ranks go from 0 to {size - 1}. "
             "Look for variables left over from another run."
         )
     return rank, size

@@ -109,9 +109,8 @@ class _Attempt:
             )
         if self._rank == 0:
             again = f", restart {self._restart} of at most {self._max_requeues}"
-            ranks = f"{self._world_size} rank{'s' * (self._world_size != '1')}"
-            suffix = again * (self._restart > 0)
-            logger.info("job %s runs %s on %s%s", self._job, ranks, self._nodes, suffix)
+            ranks = f"{self._world_size} rank{'s' * (self._world_size != '1')} on {self._nodes}"
+            logger.info("job %s runs %s%s", self._job, ranks, again * (self._restart > 0))
 
     def stop(self) -> NoReturn:
         """Ends this rank after a signal; the first rank to end requeues the job."""
