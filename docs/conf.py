@@ -10,7 +10,7 @@ root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 
 project = "torchbearer_ddp"
-source = (root / "torchbearer_ddp" / "__init__.py").read_text()
+source = (root / "torchbearer_ddp" / "version.py").read_text()
 release = version = re.search(r'^__version__ = "(.+)"', source, re.MULTILINE)[1]
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
