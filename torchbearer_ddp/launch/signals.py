@@ -22,6 +22,8 @@ from torchbearer_ddp.group import debug, stop_request
 
 #: Interrupts what the main thread waits for, and does nothing else.
 _WAKE = signal.SIGURG
+#: Ends the thread; no signal has this number.
+_CLOSE = 0
 #: The handlers that this process had before ours, while ours are in force.
 _before: dict[signal.Signals, Any] = {}
 
@@ -42,11 +44,10 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     previous = {s: signal.signal(s, stop_request.handle) for s in signums}
     previous[_WAKE] = signal.signal(_WAKE, lambda signum, frame: None)
     _before.update(previous)
-    watchdog = _Watchdog(grace, signums)
     try:
-        yield
+        with _watched(grace, signums):
+            yield
     finally:
-        watchdog.close()
         for signum, handler in previous.items():
             signal.signal(signum, handler)
         _before.clear()
@@ -69,41 +70,42 @@ def _restore_in_child() -> None:
 os.register_at_fork(after_in_child=_restore_in_child)
 
 
-class _Watchdog:
+@contextlib.contextmanager
+def _watched(grace: float, signums: list[signal.Signals]) -> Iterator[None]:
     """Ends the process when the grace time is over, also while the main thread is blocked in C.
 
     Python runs signal handlers only in the main thread, between two instructions of Python code,
     but writes to the wake-up descriptor at once.
     """
-
-    def __init__(self, grace: float, signums: list[signal.Signals]) -> None:
-        self._grace, self._signums = grace, signums
-        self._closed = threading.Event()
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(self._reader, True)
-        self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="signal watchdog")
-        self._thread.start()
-
-    def _watch(self) -> None:
-        first, deadline = 0, None
-        while not self._closed.is_set():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._reader], [], [], left)[0]:
-                stop_request.end(128 + first)
-            for signum in os.read(self._reader, 64):
-                if signum == signal.SIGUSR1:
-                    debug.report("SIGUSR1")
-                if signum == signal.SIGUSR2:  # a thread may receive it, see slurm/task.py
-                    signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
-                if signum in self._signums and deadline is None:
-                    first, deadline = signum, time.monotonic() + self._grace
-
-    def close(self) -> None:
-        if (current := signal.set_wakeup_fd(self._previous)) not in (self._writer, -1):
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(reader, True)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(reader, grace, signums), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        if (current := signal.set_wakeup_fd(previous)) not in (writer, -1):
             signal.set_wakeup_fd(current)  # the worker has set its own meanwhile
-        self._closed.set()
-        os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+        os.write(writer, bytes([_CLOSE]))
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _watch(reader: int, grace: float, signums: list[signal.Signals]) -> None:
+    """Reads the numbers of the signals that have come."""
+    first, deadline = 0, None
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([reader], [], [], left)[0]:
+            stop_request.end(128 + first)
+        for signum in os.read(reader, 64):
+            if signum == _CLOSE:
+                return
+            if signum == signal.SIGUSR1:
+                debug.report("SIGUSR1")
+            if signum == signal.SIGUSR2:  # a thread may receive it, see slurm/task.py
+                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            if signum in signums and deadline is None:
+                first, deadline = signum, time.monotonic() + grace
