@@ -284,7 +284,10 @@ def sources() -> list[Path]:
 # Messages: each that the package can print has an entry in docs/troubleshooting.rst.
 
 #: Calls whose first argument is a message; errors are found by their ``raise`` as well.
-_SAY = ("announce", "warnings.warn", "PeerLost", "LaunchError", "refuse")
+_SAY = (
+    *("announce", "warnings.warn", "PeerLost", "LaunchError", "WorkerError", "refuse"),
+    *("given.refuse", "logger.warning", "logger.error"),
+)
 #: Never seen by a user: for Python's own machinery, or turned into another message.
 _INTERNAL = (
     "not implemented on", "sem_init failed", "unreachable", "Permission denied", "has no attribute",

@@ -15,7 +15,7 @@ from tests.faults.training import launch, train
 from tests.processes import Program
 from tests.ranks import run_ranks
 from torchbearer_ddp import WorkerError
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import collectives, wire
 
 PACKAGE = Path(torchbearer_ddp.__file__).parent
 TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
@@ -56,9 +56,8 @@ def test_a_local_run_listens_on_loopback_only():
 #: Who may pickle, and what: the worker on its way to a process that the same user has started, and
 #: its result. A checkpoint's file only names the error that a bad file raises.
 MAY_PICKLE = {
-    "worker.py": {"cloudpickle"},
-    "supervision.py": {"cloudpickle"},
-    "slurm_task.py": {"cloudpickle"},
+    "launch/rank.py": {"cloudpickle"},
+    "launch/supervisor.py": {"cloudpickle"},
     "checkpoints/file.py": {"pickle"},
 }
 PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg", "joblib"}
@@ -125,4 +124,4 @@ def test_a_rank_s_error_reaches_the_launcher_as_text(tmp_path, monkeypatch):
 
 def test_a_value_that_is_not_plain_is_refused_before_it_is_sent():
     with pytest.raises(TypeError, match=r"Bomb, which cannot be sent to other ranks"):
-        torchbearer_ddp.wire.encode([Bomb()])
+        wire.encode([Bomb()])

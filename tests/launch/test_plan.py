@@ -5,9 +5,10 @@ import argparse
 import pytest
 
 from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.group.join import device_of
 from torchbearer_ddp.launch.environments import expand_counts, expand_hosts, in_slurm_step
 from torchbearer_ddp.launch.flags import add_arguments, merge, read_flags, read_options
-from torchbearer_ddp.launch.plan import make_plan
+from torchbearer_ddp.launch.planner import make_plan
 
 TORCHRUN = {
     "RANK": "3",
@@ -35,6 +36,12 @@ SLURM = {
 def plan(command="", environment=None, gpus=0, **overrides):
     settings = merge(read_flags(command.split()), overrides)
     return make_plan(settings, environment or {}, gpus)
+
+
+def devices(found, gpus):
+    """The devices that the ranks started here would select."""
+    started = found.member.local_world_size if found.launcher == "spawn" else 1
+    return [device_of(found.member_at(i), gpus) for i in range(started)]
 
 
 # Which launcher, and why.
@@ -69,15 +76,16 @@ def test_precedence(command, environment, launcher):
 
 def test_arguments_win_over_flags():
     found = plan("--nproc-per-node 2 --timeout 7", nproc_per_node=3, seed=5, backend=None)
-    assert (found.world_size, found.timeout, found.seed, found.backend) == (3, 7.0, 5, "gloo")
+    member = found.member
+    assert (member.world_size, member.timeout, member.seed, member.backend) == (3, 7.0, 5, "gloo")
 
 
 def test_the_line_says_what_was_detected_and_why():
-    line = "torchbearer_ddp: 2 ranks on this host (from --nproc-per-node 2), gloo on cpu, "
+    line = "2 ranks on this host (from --nproc-per-node 2), gloo on cpu, "
     assert plan("--nproc-per-node 2").describe(1) == line + "1 thread each"
     assert plan("--nproc-per-node 2").describe(4) == line + "4 threads each"
     assert "1 process (no launch flags, no torchrun, no Slurm step)" in plan().describe(1)
-    assert "4 ranks, meeting at node07:" in plan("", SLURM).describe(1)
+    assert "4 ranks, rendezvous at node07:" in plan("", SLURM).describe(1)
 
 
 # Who is who.
@@ -85,29 +93,29 @@ def test_the_line_says_what_was_detected_and_why():
 
 def test_ranks_of_a_node():
     found = plan("--nnodes 3 --node-rank 2 --nproc-per-node 4 --host h --port 99")
-    assert [found.member(i).rank for i in range(4)] == [8, 9, 10, 11]
-    assert [found.member(i).local_rank for i in range(4)] == [0, 1, 2, 3]
-    assert (found.world_size, found.local_world_size) == (12, 4)
-    assert (found.host, found.port, found.serve) == ("h", 99, False)
+    assert [found.member_at(i).rank for i in range(4)] == [8, 9, 10, 11]
+    assert [found.member_at(i).local_rank for i in range(4)] == [0, 1, 2, 3]
+    assert (found.member.world_size, found.member.local_world_size) == (12, 4)
+    assert (found.host, found.ports, found.serve) == ("h", (99,), False)
 
 
 def test_one_rank_of_a_world():
     found = plan("--world-size 2 --rank 0 --host h")
-    assert (found.host, found.port, found.serve) == ("h", 29500, True)
-    assert found.member().local_rank == -1  # for the roll call to find out
+    assert (found.host, found.ports, found.serve) == ("h", (29500,), True)
+    assert found.member.local_rank == -1  # for the roll call to find out
 
 
 def test_local_ranks_meet_on_loopback_at_any_free_port():
     found = plan("--nproc-per-node 2")
-    assert (found.host, found.port, found.serve) == ("127.0.0.1", 0, True)
+    assert (found.host, found.ports, found.serve) == ("127.0.0.1", (0,), True)
 
 
 def test_torchrun_environment():
     found = plan("", TORCHRUN)
-    member = found.member()
+    member = found.member
     assert (member.rank, member.world_size) == (3, 4)
     assert (member.local_rank, member.local_world_size) == (1, 2)
-    assert (found.host, found.port, found.serve) == ("10.0.0.1", 1234, False)
+    assert (found.host, found.ports, found.serve) == ("10.0.0.1", (1234,), False)
     other = plan("", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"})
     assert other.prefix != found.prefix
 
@@ -120,16 +128,17 @@ def test_torchrun_variables_without_its_agent():
 
 def test_slurm_step_environment():
     found = plan("", SLURM)
-    member = found.member()
+    member = found.member
     assert (member.rank, member.world_size) == (3, 4)
     assert (member.local_rank, member.local_world_size) == (1, 2)
     assert (found.host, found.serve) == ("node07", False)
-    assert 20000 <= found.port < 32000
+    assert all(20000 <= port < 32768 for port in found.ports)
+    assert len(set(found.ports)) > 1
     older = {
         k.replace("NTASKS", "NPROCS").replace("JOB_NODELIST", "NODELIST"): v
         for k, v in SLURM.items()
     }
-    assert plan("", older).member() == member
+    assert plan("", older).member == member
 
 
 @pytest.mark.parametrize(
@@ -137,14 +146,14 @@ def test_slurm_step_environment():
 )
 def test_each_slurm_step_has_its_own_port_and_prefix(variable):
     one, other = plan("", SLURM), plan("", {**SLURM, variable: "5"})
-    assert one.port != other.port
+    assert one.ports[0] != other.ports[0]
     assert one.prefix != other.prefix
 
 
 def test_uneven_slurm_step():
     uneven = {**SLURM, "SLURM_NTASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
-    assert plan("", uneven).member().local_world_size == 2
-    assert plan("", {**uneven, "SLURM_NODEID": "0"}).member().local_world_size == 3
+    assert plan("", uneven).member.local_world_size == 2
+    assert plan("", {**uneven, "SLURM_NODEID": "0"}).member.local_world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -176,37 +185,37 @@ def test_a_step_needs_both_variables():
 
 def test_one_process_per_gpu():
     found = plan("--nproc-per-node gpu", gpus=3)
-    assert found.world_size == 3
-    assert [found.member(i).device for i in range(3)] == ["cuda:0", "cuda:1", "cuda:2"]
-    assert found.backend == "cpu:gloo,cuda:nccl"
+    assert found.member.world_size == 3
+    assert devices(found, 3) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert found.member.backend == "cpu:gloo,cuda:nccl"
 
 
 def test_without_gpus_it_is_gloo_on_the_cpu():
     found = plan("--nproc-per-node 2")
-    assert [found.member(i).device for i in range(2)] == ["cpu", "cpu"]
-    assert found.backend == "gloo"
+    assert [found.member_at(i).device for i in range(2)] == ["cpu", "cpu"]
+    assert found.member.backend == "gloo"
 
 
 def test_the_cpu_can_be_asked_for_where_there_are_gpus():
     found = plan("--nproc-per-node 8 --device cpu", gpus=2)
-    assert (found.member(7).device, found.backend) == ("cpu", "gloo")
+    assert (found.member_at(7).device, found.member.backend) == ("cpu", "gloo")
 
 
 def test_device_by_local_rank_under_torchrun_and_slurm():
-    assert plan("", TORCHRUN, gpus=2).member().device == "cuda:1"
-    assert plan("", SLURM, gpus=2).member().device == "cuda:1"
+    assert devices(plan("", TORCHRUN, gpus=2), 2) == ["cuda:1"]
+    assert devices(plan("", SLURM, gpus=2), 2) == ["cuda:1"]
     # Slurm's --gpus-per-task shows each task one GPU, which then is number 0.
-    assert plan("", SLURM, gpus=1).member().device == "cuda:0"
+    assert devices(plan("", SLURM, gpus=1), 1) == ["cuda:0"]
 
 
 def test_one_process_takes_the_first_gpu_or_the_one_it_is_told():
-    assert plan(gpus=2).member().device == "cuda:0"
-    assert plan("--device cuda:1", gpus=2).member().device == "cuda:1"
+    assert devices(plan(gpus=2), 2) == ["cuda:0"]
+    assert devices(plan("--device cuda:1", gpus=2), 2) == ["cuda:1"]
 
 
 def test_spawn_without_a_number_is_one_rank_per_gpu():
-    assert plan("--launcher spawn", gpus=4).world_size == 4
-    assert plan("--launcher spawn").world_size == 1
+    assert plan("--launcher spawn", gpus=4).member.world_size == 4
+    assert plan("--launcher spawn").member.world_size == 1
 
 
 # What does not fit together: one line with what was found, and what to do.
@@ -325,7 +334,7 @@ def test_unknown_and_mistyped_arguments():
 
 def test_flags_count_only_when_whole_and_others_are_left_alone():
     assert plan("--nproc 2 --ran 1 --epochs 3 --lr=0.1 data.csv").launcher == "inline"
-    assert plan("--epochs 3 --nproc-per-node=2 --verbose").world_size == 2
+    assert plan("--epochs 3 --nproc-per-node=2 --verbose").member.world_size == 2
     assert plan("--epochs 3 -- --nproc-per-node 2").launcher == "inline"
 
 
@@ -356,7 +365,7 @@ def test_a_script_with_its_own_parser():
     assert add_arguments(parser) is parser
     options = parser.parse_args(["--epochs", "3", "--nproc-per-node", "2", "--seed", "9"])
     found = make_plan(merge(read_options(options), {}), {}, 0)
-    assert (found.world_size, found.seed) == (2, 9)
+    assert (found.member.world_size, found.member.seed) == (2, 9)
 
 
 def test_a_count_that_is_no_number_is_shown_as_it_was_given():

@@ -140,15 +140,14 @@ def test_bad_arguments_are_value_errors():
 
 NOTEBOOK = """
 import pickle, torch
-from torchbearer_ddp import collectives
-from torchbearer_ddp import run_distributed
+from torchbearer_ddp import rank, run_distributed
 
 class Net(torch.nn.Linear):
     pass
 
 def cell():
     net = pickle.loads(pickle.dumps(Net(1, 1)))  # as a checkpoint of a whole model would
-    return [collectives.rank(), type(net).__name__]
+    return [rank(), type(net).__name__]
 
 print(run_distributed(cell, nproc_per_node=2))
 """

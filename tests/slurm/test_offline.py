@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import http.server
 import os
 import signal
 import socket
@@ -10,23 +10,21 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from torchbearer_ddp.mentions import mentions
 
-from tests.processes import free_port
+import torchbearer_ddp
+from tests.processes import bound, free_port
 from tests.ranks import run_ranks
-from torchbearer_ddp import Checkpoint
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import collectives, rendezvous
 from torchbearer_ddp.group.rendezvous import run_store, serve_store
-from torchbearer_ddp.launch import submission
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.submission import submit_slurm
+from torchbearer_ddp.slurm import submit
 from torchbearer_ddp.slurm.job import SlurmJob, _describe
-
-pytestmark = pytest.mark.filterwarnings("ignore:No Checkpoint was found")
 
 
 def _worker() -> int:
@@ -88,8 +86,8 @@ def test_a_folder_that_cannot_be_written_is_refused(sbatch):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"nodes": 0}, "nodes is 0: give a whole number of at least 1"),
-        ({"tasks_per_node": "2"}, "ntasks_per_node is '2'"),
+        ({"nodes": 0}, "nodes is 0; it must be a whole number from 1"),
+        ({"tasks_per_node": "2"}, "tasks_per_node is '2'"),
         ({"max_requeues": -1}, "max_requeues is -1"),
         ({"slurm_additional_parameters": {"array": "0-3"}}, "array is '0-3' but"),
     ],
@@ -101,7 +99,9 @@ def test_arguments_that_make_no_sense(sbatch, tmp_path, parameters, message):
 
 
 def test_a_worker_that_cannot_be_sent(sbatch, tmp_path):
-    with pytest.raises(LaunchError, match="_worker or its arguments cannot be sent to the cluster"):
+    with pytest.raises(
+        LaunchError, match="_worker or its arguments cannot be sent to other processes"
+    ):
         submit_slurm(_worker, args=(threading.Lock(),), folder=tmp_path / "jobs")
 
 
@@ -119,6 +119,10 @@ def test_what_is_sent(sbatch, capsys, tmp_path):
     assert "--kill-on-bad-exit=1" in lines[-1] or "--kill-on-bad-exit=1" in lines[-2]
     assert not any("gpu" in line or "cpus" in line for line in lines)
     assert not (tmp_path / "jobs").exists()
+    # The tasks start a file by its path, so that nothing is imported before its first line.
+    start = Path(torchbearer_ddp.__file__).parent / "slurm" / "start.py"
+    assert start.is_file()
+    assert f"{sys.executable} -u {start} " in "\n".join(lines)
 
 
 def test_what_the_user_asks_for_goes_before_what_we_would(sbatch, capsys):
@@ -148,37 +152,6 @@ def test_ranks_are_not_placed_by_hand_in_a_submission(sbatch):
         run_distributed(_worker, launcher="slurm", nproc_per_node=2)
 
 
-def _makes_a_checkpoint():
-    return Checkpoint
-
-
-def _calls_one_that_does():
-    return [_makes_a_checkpoint() for _ in range(3)]
-
-
-class _Trainer:
-    def __call__(self):
-        return self.train()
-
-    def train(self):
-        return Checkpoint
-
-
-def test_a_checkpoint_is_found_wherever_the_worker_makes_it():
-    for worker in (
-        _makes_a_checkpoint,
-        _calls_one_that_does,
-        functools.partial(_calls_one_that_does),
-        functools.partial(_worker, _makes_a_checkpoint),
-        _Trainer(),
-        _Trainer().train,
-        lambda: _makes_a_checkpoint(),
-    ):
-        assert mentions(worker, "Checkpoint"), worker
-    for worker in (_worker, functools.partial(_worker), lambda: None, print):
-        assert not mentions(worker, "Checkpoint"), worker
-
-
 @pytest.mark.parametrize(
     ("info", "words"),
     [
@@ -204,48 +177,74 @@ def test_a_job_in_a_strange_state_is_not_taken_for_done(state, tmp_path):
     assert not job.watcher.is_done("1", mode="cache")
 
 
-def test_ranks_meet_although_other_programs_hold_the_first_ports():
-    stranger = serve_store("127.0.0.1", 0, 10.0)  # another run's store, on the first port
-    with _listening() as mute:
-        ports = [stranger.port, mute.getsockname()[1], free_port()]
-        found = run_ranks(_meet, 2, ({"ports": ports},))
-    assert [port for port, _ in found] == [ports[2]] * 2
-    assert [word for _, word in found] == ["from rank 0"] * 2
-    assert not run_store(stranger, "this run").check(["word"])
+# The ports of a Slurm step: rank zero takes the first that is free, and the others find it.
 
 
-def _listening():
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    return listener
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    """Answers 400 or 501 to whatever it is sent."""
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def mute():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def web():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_ranks_meet_although_other_programs_hold_the_first_ports(mute, web):
+    stranger = serve_store("127.0.0.1", 0, 10.0)  # another run's store
+    run_store(stranger, "another run").set("served", "1")
+    ports = [stranger.port, mute, web, free_port()]
+    found = run_ranks(_meet, 2, ({"ports": ports},))
+    assert found == [(ports[3], "from rank 0")] * 2
+    assert not run_store(stranger, "this run").check(["key"])
 
 
 def _meet(where):
     serve = collectives.rank() == 0
-    meet = rendezvous.serve_first_free if serve else rendezvous.find
-    store = meet("127.0.0.1", where["ports"], "this run", 20.0)
+    meet = rendezvous.serve if serve else rendezvous.find
+    store = meet("127.0.0.1", where["ports"], "this run", 30.0)
     run = run_store(store, "this run")
     if serve:
-        run.set("word", "from rank 0")
-    word = run.get("word").decode()
+        run.set("key", "from rank 0")
+    value = run.get("key").decode()
     collectives.barrier("the end, so that the store is still there")
-    return store.port, word
+    return store.port, value
 
 
-def test_no_free_port_is_an_error_that_names_them():
-    with _listening() as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"is taken \({port}\).*--port"):
-            rendezvous.serve_first_free("127.0.0.1", [port], "run", 5.0)
+def test_no_free_port_is_an_error_that_names_them(mute, web):
+    with pytest.raises(LaunchError, match=rf"Ports {mute}, {web} on .* are in use.*--port"):
+        rendezvous.serve("127.0.0.1", [mute, web], "run", 5.0)
+    with pytest.raises(LaunchError, match=rf"Port {mute} on .* cannot be opened.*--port"):
+        rendezvous.serve("127.0.0.1", [mute], "run", 5.0)
+
+
+def test_no_rendezvous_on_any_port_is_an_error_that_names_them(mute, web):
+    ports = [mute, web, free_port()]
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"on any of the ports {mute}, {web}, {ports[2]}"):
+        rendezvous.find("127.0.0.1", ports, "this run", 3.0)
+    assert time.monotonic() - started < bound(3.0 + len(ports) * 2)
 
 
 _SHIELDED = """
 import os, signal, subprocess, sys, time
-from torchbearer_ddp import signals, slurm_task
+from torchbearer_ddp.group import stop_request
+from torchbearer_ddp.launch import signals
+from torchbearer_ddp.slurm import task
 
-signal.signal(signal.SIGUSR2, signals.handle)
-slurm_task._take(signal.SIGUSR2)
+signal.signal(signal.SIGUSR2, stop_request.handle)
+task._receive_in_thread(signal.SIGUSR2)
 program = 'import time; print("up", flush=True); time.sleep(60)'
 child = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -255,7 +254,7 @@ try:
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(60)  # is interrupted
 except SystemExit as end:
-    print(end.code - 128 == signal.SIGUSR2, signals.received() == signal.SIGUSR2, child.poll())
+    print(end.code - 128 == signal.SIGUSR2, stop_request.received() == signal.SIGUSR2, child.poll())
 child.kill()
 child.wait()
 """
@@ -273,10 +272,11 @@ _HELD_BACK = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:]
 os.kill(os.getpid(), signal.SIGUSR2)  # while the task is still being imported
-from torchbearer_ddp import signals, slurm_task
-signal.signal(signal.SIGUSR2, signals.handle)
+from torchbearer_ddp.group import stop_request
+from torchbearer_ddp.slurm import task
+signal.signal(signal.SIGUSR2, stop_request.handle)
 try:
-    slurm_task._take(signal.SIGUSR2)
+    task._receive_in_thread(signal.SIGUSR2)
     while True:
         pass
 except SystemExit:
@@ -285,11 +285,11 @@ except SystemExit:
 
 
 def test_a_signal_during_the_first_imports_waits_for_its_handler(tmp_path):
-    start = Path(submission.__file__).with_name("slurm_start.py").read_text()
+    start = submit._START_FILE.read_text()
     head = start[: start.index("    from submitit")]
     program = tmp_path / "start.py"
     program.write_text(head + _HELD_BACK.replace("\n", "\n    "))
-    root = str(Path(submission.__file__).parent.parent)
+    root = str(Path(torchbearer_ddp.__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, str(program), root], capture_output=True, text=True, timeout=50
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from torchbearer_ddp.slurm_job import follow
 
 from tests.slurm import training
 from torchbearer_ddp.errors import WorkerError
@@ -42,6 +41,10 @@ def wait_until_held(tmp_path, wait_until):
     return wait
 
 
+def _logs(folder):
+    return "".join(path.read_text() for path in (folder / "jobs").glob("*_log.err"))
+
+
 def _assert_same(results, reference, restarts):
     assert [result["restarts"] for result in results] == [restarts] * 4
     assert all(result["epochs"] == 3 for result in results)
@@ -49,7 +52,7 @@ def _assert_same(results, reference, restarts):
 
 
 def test_preemption_by_a_job_of_a_higher_partition(
-    cluster, submit, wait_until_held, uninterrupted, tmp_path, capsys
+    cluster, submit, wait_until_held, uninterrupted, tmp_path, caplog
 ):
     job = submit([7], exclusive=True)
     wait_until_held()
@@ -57,11 +60,11 @@ def test_preemption_by_a_job_of_a_higher_partition(
         "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null",
         "--wrap", "srun true",
     )  # fmt: skip
-    _assert_same(follow(job), uninterrupted, 1)
+    with caplog.at_level("INFO", logger="torchbearer_ddp"):
+        _assert_same(job.follow(), uninterrupted, 1)
     assert cluster.state_of(urgent) == "COMPLETED"
-    shown = capsys.readouterr().err
-    assert re.search(r"is requeued, pending .*, restart 1\n", shown, re.DOTALL)
-    logs = "".join(path.read_text() for path in (tmp_path / "jobs").glob("*_log.err"))
+    assert re.search(r"is requeued, pending .*, restart 1\n", caplog.text, re.DOTALL)
+    logs = _logs(tmp_path)
     assert "SIGUSR2, all ranks stop" in logs
     assert "is requeued (1 of at most 10)" in logs
     assert "restart 1 of at most 10" in logs
@@ -93,26 +96,26 @@ def test_requeue_without_a_signal_and_a_crashed_node(
 def test_before_the_first_checkpoint_the_job_starts_from_the_beginning(
     cluster, tmp_path, wait_until_held
 ):
-    with pytest.warns(UserWarning, match="No Checkpoint was found in wait_for_signal"):
-        job = submit_slurm(
-            training.wait_for_signal,
-            args=(str(tmp_path),),
-            tasks_per_node=2,
-            folder=tmp_path / "jobs",
-        )
+    job = submit_slurm(
+        training.wait_for_signal,
+        args=(str(tmp_path),),
+        tasks_per_node=2,
+        folder=tmp_path / "jobs",
+    )
     wait_until_held(0, range(2))
     cluster.command("scancel", "--signal=USR2", job.job_id)
     assert job.results() == [1, 1]
+    warning = f"no Checkpoint was in use when SIGUSR2 came. Without one, job {job.job_id} starts"
+    assert _logs(tmp_path).count(warning) == 1
 
 
 def test_no_more_than_max_requeues(cluster, tmp_path, wait_until_held):
-    with pytest.warns(UserWarning, match="No Checkpoint"):
-        job = submit_slurm(
-            training.wait_for_signal,
-            args=(str(tmp_path),),
-            folder=tmp_path / "jobs",
-            max_requeues=0,
-        )
+    job = submit_slurm(
+        training.wait_for_signal,
+        args=(str(tmp_path),),
+        folder=tmp_path / "jobs",
+        max_requeues=0,
+    )
     wait_until_held(0, range(1))
     cluster.command("scancel", "--signal=USR2", job.job_id)
     with pytest.raises(WorkerError, match="max_requeues is 0"):

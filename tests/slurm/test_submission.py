@@ -18,8 +18,6 @@ from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.launch.submission import submit_slurm
 from torchbearer_ddp.slurm.job import SlurmJob
 
-pytestmark = pytest.mark.filterwarnings("ignore:No Checkpoint was found")
-
 _SCRIPT = """
 import sys, time
 from pathlib import Path

@@ -1,103 +1,88 @@
-"""Where this rank is: one line when asked with SIGUSR1, and when a wait fails."""
+"""Where this rank is, if the run is debugged: on SIGUSR1, and when a wait fails.
+
+On SIGUSR1 :mod:`faulthandler` writes the stack of every thread, also while the main thread is
+blocked in C. One line with the epoch, the step, the last hook and the last exchange follows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torchbearer
 
+from torchbearer_ddp.log import logger
 
-class _Place:
-    """What is known of where this rank is."""
+#: The descriptor: sys.stderr has none in a notebook.
+STDERR = 2
 
-    #: The rank, while it is debugged.
-    rank: int | None = None
+
+@dataclass
+class _Progress:
+    """What is known of a rank that is debugged."""
+
+    rank: int
     hook: str | None = None
     state: Mapping[Any, Any] | None = None
     exchange: str | None = None
-    exchanged_at = 0.0
+    exchanged_at: float = 0.0
 
 
-_place = _Place()
+#: None in a run that is not debugged.
+_progress: _Progress | None = None
 
 
 @contextlib.contextmanager
 def reporting(rank: int) -> Iterator[None]:
-    """Lets this process tell where it is, for as long as its worker runs.
-
-    The lines for SIGUSR1 come from the thread in :mod:`torchbearer_ddp.signals`, because Python's
-    own handlers would wait for a main thread that is blocked.
-
-    Args:
-        rank: The rank of this process.
-    """
-    global _place
-    _place = _Place()
-    _place.rank = rank
-    previous = None
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):
+    """Lets this process report where it is, for as long as its worker runs."""
+    global _progress
+    _progress = _Progress(rank)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    free = in_main_thread and signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
+    if free:
+        # Python's handler comes first and faulthandler calls it: only Python's writes to the
+        # descriptor that wakes the thread in launch/signals.py, which logs the line.
         previous = signal.signal(signal.SIGUSR1, lambda signum, frame: None)
+        faulthandler.register(signal.SIGUSR1, STDERR, all_threads=True, chain=True)
     try:
         yield
     finally:
-        _place = _Place()
-        if previous is not None:
+        _progress = None
+        if free:
+            faulthandler.unregister(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, previous)
 
 
 def note_hook(hook: str, state: Mapping[Any, Any]) -> None:
-    """Notes that the callbacks are called; free where nobody debugs, as this is in every step.
-
-    Args:
-        hook: The name of the hook.
-        state: The state it is called with.
-    """
-    if _place.rank is not None:
-        _place.hook, _place.state = hook, state
+    """Notes that a hook is called; does nothing in a run that is not debugged."""
+    if _progress is not None:
+        _progress.hook, _progress.state = hook, state
 
 
 def note_exchange(activity: str) -> None:
-    """Notes that an exchange with other ranks begins.
-
-    Args:
-        activity: What is exchanged, in words.
-    """
-    if _place.rank is not None:
-        _place.exchange, _place.exchanged_at = activity, time.monotonic()
+    """Notes that an exchange with other ranks begins."""
+    if _progress is not None:
+        _progress.exchange, _progress.exchanged_at = activity, time.monotonic()
 
 
 def report(reason: str) -> None:
-    """Prints the line, if this rank is debugged.
-
-    Args:
-        reason: Why it is printed, in a word or two.
-    """
-    if _place.rank is None:
+    """Logs where this rank is, if the run is debugged."""
+    if (known := _progress) is None:
         return
-    who = f"rank {_place.rank} on {socket.gethostname()}, process {os.getpid()} ({reason})"
-    line = f"torchbearer_ddp: {who}: {_training(_place)}; {_exchange(_place)}\n"
-    with contextlib.suppress(OSError):
-        # One write: the lines of several ranks, which share the terminal, must not mix.
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
-
-
-def _training(place: _Place) -> str:
-    if place.state is None:
-        return "no hook was called yet"
-    epoch, step = (place.state.get(key) for key in (torchbearer.EPOCH, torchbearer.BATCH))
-    return f"epoch {epoch}, step {step}, last hook {place.hook}"
-
-
-def _exchange(place: _Place) -> str:
-    if place.exchange is None:
-        return "nothing was exchanged yet"
-    return f"last exchange: {place.exchange}, {time.monotonic() - place.exchanged_at:.1f} s ago"
+    training, exchange = "no hook was called yet", "no exchange yet"
+    if known.state is not None:
+        epoch, step = (known.state.get(key) for key in (torchbearer.EPOCH, torchbearer.BATCH))
+        training = f"epoch {epoch}, step {step}, last hook {known.hook}"
+    if known.exchange is not None:
+        seconds = time.monotonic() - known.exchanged_at
+        exchange = f"last exchange: {known.exchange}, {seconds:.1f} s ago"
+    place = f"rank {known.rank} on {socket.gethostname()}, process {os.getpid()} ({reason})"
+    logger.info("%s: %s; %s", place, training, exchange)

@@ -1,15 +1,17 @@
-"""How a rank's failure is described, and how a failed process ends."""
+"""How a rank's failure is described, and how the process of a rank ends."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,6 +20,9 @@ from torchbearer_ddp.group import stop_request
 
 #: How long exit handlers and buffers of a failed rank may take.
 _EXIT_SECONDS = 2.0
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+#: Python's own exit code where what was printed could not be written.
+_FLUSH_FAILED = 120
 #: Frames of these layers come before the user's function in a traceback.
 _LAUNCHING = ("torchbearer_ddp.launch.", "torchbearer_ddp.slurm.")
 
@@ -29,29 +34,58 @@ def exit_now(code: int) -> NoReturn:
     late.start()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):
-            stream.flush()
-    os._exit(code)
+    stop_request.end(code)
 
 
-def report_of(error: BaseException) -> dict[str, Any]:
-    """What the launcher needs to know of a failure, as plain data."""
+def exit_normally(code: int) -> NoReturn:
+    """Ends this process as Python does, but keeps torch's modules: to unload them takes seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, concurrent.futures' too
+    atexit._run_exitfuncs()
+    try:
+        # stdout, stderr, and files that were not closed.
+        for file in [found for found in gc.get_objects() if type(found) in _BUFFERED]:
+            if not file.closed:
+                file.flush()
+    except OSError:
+        traceback.print_exc()
+        code = _FLUSH_FAILED
+    stop_request.end(code)
+
+
+def report_of(error: BaseException, rank: int) -> dict[str, Any]:
+    """What other processes need to know of a rank's failure, as plain data."""
     signum = _stop_signal(error)
     code = error.code if isinstance(error, SystemExit) else None
     return {
         "kind": "error",
-        "type": type(error).__name__,
+        "rank": rank,
         "host": socket.gethostname(),
         # These messages are complete; where in our code they were raised does not help.
         "message": str(error) if isinstance(error, LaunchError | WorkerError) else "",
         "what": "\n\n".join(filter(None, (summary(error), users_traceback(error)))),
         "exitcode": signum + 128 if signum else code if code in range(1, 256) else 1,
         "signal": signum,
-        "secondary": bool(getattr(error, "secondary", False)),
-        "cause": getattr(error, "rank", None),
-        "cause_host": getattr(error, "host", None),
+        "launch": isinstance(error, LaunchError),
+        "secondary": isinstance(error, DistributedError) and error.secondary,
+        "cause": error.rank if isinstance(error, WorkerError) else None,
+        "cause_host": error.host if isinstance(error, WorkerError) else None,
     }
+
+
+def explain(report: Mapping[str, Any]) -> str:
+    """What happened to a rank, with its traceback if that helps."""
+    message = report.get("message") or f"Rank {report['rank']} on {report['host']} {report['what']}"
+    return str(message)
+
+
+def worker_error(report: Mapping[str, Any], note: str = "") -> WorkerError:
+    """The error that the process which waits for a rank raises for its failure."""
+    return WorkerError(
+        explain(report).rstrip() + note,
+        rank=report["rank"] if report.get("cause") is None else report["cause"],
+        host=report.get("cause_host") or report["host"],
+        exitcode=report["exitcode"],
+    )
 
 
 def headline(error: BaseException, rank: int) -> str:
@@ -61,16 +95,10 @@ def headline(error: BaseException, rank: int) -> str:
     return f"Rank {rank} on {socket.gethostname()} {summary(error)}"
 
 
-def explain(error: BaseException, rank: int) -> str:
-    """What happened to a rank, with its traceback if that says more."""
-    report = report_of(error)
-    return str(report["message"] or f"Rank {rank} on {report['host']} {report['what']}")
-
-
 def summary(error: BaseException) -> str:
     """What happened, in words that follow the rank's name."""
     if signum := _stop_signal(error):
-        return f"was told to stop ({signal.Signals(signum).name})."
+        return f"was asked to stop ({signal.Signals(signum).name})."
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
     return f"raised {''.join(traceback.format_exception_only(error)).strip()}"

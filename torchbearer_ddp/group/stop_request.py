@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 #: A terminal or a launcher may send one request twice, to the process and to its group.
 ECHO_SECONDS = 1.0
@@ -82,13 +83,13 @@ def handle(signum: int, frame: FrameType | None) -> None:
     request, now = current(), time.monotonic()
     if request.signum is not None:
         if signum == signal.SIGUSR2:
-            request.signum = signum  # Slurm's SIGTERM came first: the job is to go on later
+            request.signum = signum  # SIGUSR2 after Slurm's SIGTERM: the job is to be requeued
         elif request.signum != signal.SIGUSR2 and now - request.at > ECHO_SECONDS:
             if not request.exiting:
                 request.exiting, request.at = True, now
                 with contextlib.suppress(BaseException):  # exit handlers show their own errors
                     atexit._run_exitfuncs()
-            end(signum)
+            end(128 + signum)
         # A SIGTERM after SIGUSR2 is Slurm's last warning before SIGKILL: use the time that is left.
         return
     request.signum, request.at = signum, now
@@ -99,9 +100,9 @@ def handle(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
-def end(signum: int) -> None:
-    """Ends this process at once, with the exit code of that signal."""
+def end(code: int) -> NoReturn:
+    """Ends this process at once; what it has printed is still written."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(128 + signum)
+    os._exit(code)

@@ -1,8 +1,8 @@
 # ruff: noqa: E402 - the path comes first
 """The first lines of a started rank; run as a file, so that nothing is imported before them.
 
-The rank must not outlive its launcher, also while torch is still being imported, and must find
-modules where the launcher does.
+The rank must end with its launcher, also while torch is still being imported, and must find modules
+where the launcher does.
 """
 
 import sys
@@ -19,10 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Asks the kernel for a SIGKILL when the launcher ends; nothing can block that one."""
+    """Asks the kernel to send this process SIGKILL when the launcher ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before it was watched
+    if os.getppid() != parent:  # the launcher ended before that call
         os._exit(1)
 
 
@@ -42,12 +42,12 @@ def read_task(descriptor: int) -> tuple[dict[str, Any], bytes]:
 if __name__ == "__main__":
     index, parent, task, reports = map(int, sys.argv[1:])
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker runs: an end without noise
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker runs: no traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.set_inheritable(reports, False)
     head, payload = read_task(task)
     if head["plan"]["debug"]:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker runs: there is no place
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker runs
     sys.path[:], sys.argv[:] = head["path"], head["argv"]
     from torchbearer_ddp.launch.rank import main
 

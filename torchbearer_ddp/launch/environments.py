@@ -1,39 +1,31 @@
-"""What torchrun's and Slurm's environments say, as pure functions of a mapping."""
+"""The rank that torchrun or srun has started, read from its environment variables."""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.group.membership import Member
+from torchbearer_ddp.launch.plan import Plan
 
-#: What makes an environment torchrun's; the address alone does not, batch scripts export it too.
+#: Each of these shows that torchrun started the process; batch scripts may set MASTER_ADDR too.
 _TORCHRUN_SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM_NEEDS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
 #: Slurm numbers its special steps (batch script, salloc's shell, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 #: Ports of Slurm steps: below the range from which systems take ports for outgoing connections.
 _FIRST_PORT, _PORTS = 20000, 12000
+#: Another program may hold the port; the ranks then try the next ones.
 _PORTS_TO_TRY = 4
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One process's place in a run that something else has started."""
-
-    rank: int
-    world_size: int
-    #: -1 where the environment does not say; the roll call finds out.
-    local_rank: int
-    local_world_size: int
-    host: str
-    #: The store is on the first of these that is free on rank zero's host.
-    ports: tuple[int, ...]
-    serve: bool
-    prefix: str
+#: Slurm's variables by the names of today and of older versions.
+_OLDER_NAMES = (
+    ("SLURM_NTASKS", "SLURM_NPROCS"),
+    ("SLURM_JOB_ID", "SLURM_JOBID"),
+    ("SLURM_STEP_ID", "SLURM_STEPID"),
+    ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+)
 
 
 def in_torchrun(environment: Mapping[str, str]) -> bool:
@@ -45,87 +37,72 @@ def in_slurm_step(environment: Mapping[str, str]) -> bool:
     """True in a process that srun started.
 
     A batch script has a SLURM_PROCID as well, and salloc's shell a step of its own, but a plain
-    ``python script.py`` in them means one process: the other ranks would never come.
+    ``python script.py`` there is one process; no other ranks are started.
     """
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def torchrun_placement(environment: Mapping[str, str]) -> Placement:
-    """Reads torchrun's variables.
+def read_torchrun(environment: Mapping[str, str]) -> Plan:
+    """The rank that torchrun's variables describe; local rank -1 where they do not.
 
     Raises:
         LaunchError: If some are missing or do not fit together.
     """
-    _require(
+    rank, world_size = _rank_of(
         environment,
-        _TORCHRUN_NEEDS,
         "torchrun sets all of them: start the script with torchrun, unset what is left of "
         "another run, or name a launcher, such as --launcher inline.",
+        *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     )
-    rank, world_size = _rank_of(environment, "RANK", "WORLD_SIZE")
-    elastic = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Placement(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(environment, "LOCAL_RANK", -1),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+    agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return Plan(
+        member=Member(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(environment, "LOCAL_RANK", -1),
+            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        ),
         host=environment["MASTER_ADDR"],
         ports=(_number(environment, "MASTER_PORT", 0),),
-        serve=rank == 0 and not elastic,
-        prefix=f"torchrun/{environment.get('TORCHELASTIC_RUN_ID', '')}/{restart}",
+        serve=rank == 0 and not agent_serves,
+        prefix="/".join(["torchrun", *(environment.get(name, "") for name in names)]),
     )
 
 
-def slurm_placement(environment: Mapping[str, str]) -> Placement:
-    """Reads the variables of a Slurm step.
+def read_slurm_step(environment: Mapping[str, str]) -> Plan:
+    """The rank that the variables of a Slurm step describe; local rank -1 where they do not.
 
     Raises:
         LaunchError: If some are missing or do not fit together.
     """
-    known = {**environment}
-    for name, older in (("SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_JOB_ID", "SLURM_JOBID")):
-        if name not in known and older in known:
-            known[name] = known[older]
-    _require(
+    known = {new: environment[old] for new, old in _OLDER_NAMES if old in environment}
+    known.update(environment)
+    rank, world_size = _rank_of(
         known,
-        _SLURM_NEEDS,
         "srun sets all of them: start the script with srun, or name another launcher, such as "
         "--launcher inline.",
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
     )
-    rank, world_size = _rank_of(known, "SLURM_PROCID", "SLURM_NTASKS")
     tasks = _tasks_per_node(known, world_size)
     node = _number(known, "SLURM_NODEID", 0)
-    hosts = expand_hosts(
-        known.get("SLURM_STEP_NODELIST")
-        or known.get("SLURM_JOB_NODELIST")
-        or known.get("SLURM_NODELIST")
-        or "127.0.0.1"
-    )
-    job = "/".join(
-        known.get(name, "")
-        for name in (
-            "SLURM_JOB_ID",
-            "SLURM_ARRAY_TASK_ID",
-            "SLURM_STEP_ID",
-            "SLURM_RESTART_COUNT",
-        )
-    )
-    return Placement(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number(known, "SLURM_LOCALID", -1),
-        local_world_size=tasks[node] if node < len(tasks) else tasks[0],
-        host=hosts[0],
-        ports=tuple(_port_of(job) + spare for spare in range(_PORTS_TO_TRY)),
+    nodes = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    names = ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    step = "/".join(known.get(name, "") for name in names)
+    port = _FIRST_PORT + zlib.crc32(step.encode()) % _PORTS
+    return Plan(
+        member=Member(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(known, "SLURM_LOCALID", -1),
+            local_world_size=tasks[node] if node < len(tasks) else tasks[0],
+        ),
+        host=expand_hosts(nodes)[0],
+        ports=tuple(range(port, port + _PORTS_TO_TRY)),
         serve=rank == 0,
-        prefix=f"slurm/{job}",
+        prefix=f"slurm/{step}",
     )
-
-
-def _port_of(job: str) -> int:
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
 def expand_hosts(listing: str) -> list[str]:
@@ -133,12 +110,9 @@ def expand_hosts(listing: str) -> list[str]:
 
     Example: ::
 
-        >>> from torchbearer_ddp.environments import expand_hosts
+        >>> from torchbearer_ddp.launch.environments import expand_hosts
         >>> expand_hosts('login,gpu[07-08,12]')
         ['login', 'gpu07', 'gpu08', 'gpu12']
-
-    Args:
-        listing: The list as SLURM_JOB_NODELIST has it.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listing):
@@ -173,7 +147,7 @@ def expand_counts(listing: str) -> list[int]:
 
 def _tasks_per_node(environment: Mapping[str, str], tasks: int) -> list[int]:
     """The tasks on each node: the step's own list if there is one, else the job's options."""
-    nodes = _number(environment, "SLURM_NNODES", _number(environment, "SLURM_JOB_NUM_NODES", 1))
+    nodes = _number(environment, "SLURM_NNODES", 1)
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if name not in environment:
             continue
@@ -190,21 +164,19 @@ def _tasks_per_node(environment: Mapping[str, str], tasks: int) -> list[int]:
     return [tasks // nodes or 1] * nodes
 
 
-def _require(environment: Mapping[str, str], names: tuple[str, ...], remedy: str) -> None:
-    missing = [name for name in names if name not in environment]
+def _rank_of(environment: Mapping[str, str], remedy: str, *needed: str) -> tuple[int, int]:
+    """The rank and the world size, which the first two of the needed variables hold."""
+    missing = [name for name in needed if name not in environment]
     if missing:
-        found = [f"{name}={environment[name]}" for name in names if name in environment]
+        found = [f"{name}={environment[name]}" for name in needed if name in environment]
         raise LaunchError(
-            f"The environment has {', '.join(found) or 'none of ' + ', '.join(names)} but not "
+            f"The environment has {', '.join(found) or 'none of ' + ', '.join(needed)} but not "
             f"{', '.join(missing)}: {remedy}"
         )
-
-
-def _rank_of(environment: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _number(environment, rank_name, 0), _number(environment, size_name, 1)
+    rank, size = (_number(environment, name, 0) for name in needed[:2])
     if not 0 <= rank < size:
         raise LaunchError(
-            f"{rank_name} is {rank} but {size_name} is {size}: ranks go from 0 to {size - 1}. "
+            f"{needed[0]} is {rank} but {needed[1]} is {size}: ranks go from 0 to {size - 1}. "
             "Look for variables left over from another run."
         )
     return rank, size

@@ -8,13 +8,33 @@ from typing import Any, NoReturn
 
 from torchbearer_ddp.group.membership import DEFAULT_TIMEOUT
 from torchbearer_ddp.launch.devices import BACKENDS
-from torchbearer_ddp.launch.plan import DEFAULT_GRACE, DEFAULT_PORT, LAUNCHERS
-from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS
+from torchbearer_ddp.launch.plan import DEFAULT_GRACE
+from torchbearer_ddp.launch.planner import DEFAULT_PORT, LAUNCHERS
+from torchbearer_ddp.launch.settings import flag
 
-_SETTINGS = (
-    *PLACEMENT_FLAGS,
-    *("launcher", "host", "port", "backend", "device", "timeout", "seed", "grace", "debug"),
-)
+
+def _count_or_gpu(text: str) -> int | str:
+    if text == "gpu" or text.lstrip("-").isdigit():
+        return text if text == "gpu" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor gpu")
+
+
+_LAUNCH_FLAGS: dict[str, tuple[Any, str]] = {
+    "launcher": (str, f"one of {', '.join(LAUNCHERS)} (default: auto)"),
+    "nproc_per_node": (_count_or_gpu, "processes on this host: a number, or gpu for one each"),
+    "nnodes": (int, "number of hosts, each started with its own --node-rank"),
+    "node_rank": (int, "the number of this host, from 0"),
+    "world_size": (int, "number of ranks, each started with its own --rank"),
+    "rank": (int, "the rank of this process, from 0"),
+    "host": (str, "address of rank 0's host, the same on every host"),
+    "port": (int, f"port on that host that all ranks connect to (default: {DEFAULT_PORT})"),
+    "backend": (str, f"one of {', '.join(BACKENDS)} (default: by device)"),
+    "device": (str, "cpu, cuda or cuda:N (default: cuda if there is one)"),
+    "timeout": (float, f"seconds to wait for other ranks (default: {DEFAULT_TIMEOUT:g})"),
+    "grace": (float, f"seconds to save and stop after a signal (default: {DEFAULT_GRACE:g})"),
+    "seed": (int, "base seed of all random numbers (default: rank zero's own)"),
+}
+_SETTINGS = (*_LAUNCH_FLAGS, "debug")
 _SLURM_FLAGS: dict[str, Any] = {
     "nodes": int,
     "ntasks_per_node": int,
@@ -44,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser: The script's own parser.
 
     Returns:
-        The same parser; hand what it parses to ``run_distributed(..., options=...)``.
+        The same parser; pass what it parses to ``run_distributed(..., options=...)``.
     """
     _add_launch_flags(parser)
     _add_slurm_flags(parser)
@@ -53,40 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("distributed training")
-
-    def add(name: str, kind: Any, text: str) -> None:
-        group.add_argument(name, type=kind, default=None, help=text)
-
-    add("--launcher", str, f"one of {', '.join(LAUNCHERS)} (default: auto)")
-    add("--nproc-per-node", _count_or_gpu, "processes on this host: a number, or gpu for one each")
-    add("--nnodes", int, "number of hosts, each started with its own --node-rank")
-    add("--node-rank", int, "which of the hosts this is, from 0")
-    add("--world-size", int, "number of ranks, each started with its own --rank")
-    add("--rank", int, "which of the ranks this process is, from 0")
-    add("--host", str, "address of rank 0's host, the same on every host")
-    add("--port", int, f"port of the rendezvous on that host (default: {DEFAULT_PORT})")
-    add("--backend", str, f"one of {', '.join(BACKENDS)} (default: by device)")
-    add("--device", str, "cpu, cuda or cuda:N (default: cuda where there is one)")
-    add("--timeout", float, f"seconds to wait for other ranks (default: {DEFAULT_TIMEOUT:g})")
-    add("--grace", float, f"seconds to save and stop after a signal (default: {DEFAULT_GRACE:g})")
-    add("--seed", int, "base seed of all random numbers (default: rank zero's own)")
-    text = "say where each rank is, on SIGUSR1 and when a wait fails"
+    for name, (kind, text) in _LAUNCH_FLAGS.items():
+        group.add_argument(flag(name), type=kind, default=None, help=text)
+    text = "report where each rank is, on SIGUSR1 and when a wait fails"
     group.add_argument("--debug", action="store_true", default=None, help=text)
 
 
 def _add_slurm_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("submission with --launcher slurm")
     for name, kind in _SLURM_FLAGS.items():
-        unit = {"time": "minutes until the limit"}.get(name, "as for sbatch")
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=unit)
+        text = "minutes until the limit" if name == "time" else "as for sbatch"
+        group.add_argument(flag(name), type=kind, default=None, help=text)
     group.add_argument("--detach", action="store_true", default=None, help="submit and exit")
     group.add_argument("--dry-run", action="store_true", default=None, help="show, submit nothing")
-
-
-def _count_or_gpu(text: str) -> int | str:
-    if text == "gpu" or text.lstrip("-").isdigit():
-        return text if text == "gpu" else int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor gpu")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,10 +94,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_flags(argv: Sequence[str], *, slurm: bool = False) -> dict[str, Any]:
-    """Reads the known flags from a command line and leaves the others to the script.
+    """Reads the launch flags from a command line that may have other flags as well.
 
-    Flags count only when they are written out whole. Those of a submission are common words, so
-    they are left to the script as well unless a submission is asked for.
+    Abbreviated flags are ignored. The flags of a submission are read only if a job is to be
+    submitted, because a script may have flags of the same names.
     """
     ours = list(argv[: argv.index("--")] if "--" in argv else argv)
     parser = _Parser(add_help=False, allow_abbrev=False)

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
 
+from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import WorkerError
 from torchbearer_ddp.group import debug, failures, membership, stop_request, waiting
 from torchbearer_ddp.group.join import abandon, join, join_single, leave
+from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch import signals
-from torchbearer_ddp.launch.plan import Plan, make_plan
+from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.planner import make_plan
 
 _running = threading.local()
 
 
 def is_inside_worker() -> bool:
     """True while this thread runs a worker."""
-    return getattr(_running, "rank", None) is not None
+    return getattr(_running, "worker", False)
 
 
 def run_rank(
@@ -36,15 +38,16 @@ def run_rank(
 ) -> Any:
     """Runs the worker in this process, as the ``index``-th rank of the plan."""
     member = plan.member_at(index)
+    log.set_rank(member.rank)
     extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
-    _running.rank = member.rank
+    if plan.launcher != "inline":
+        _show_crashes()
+    reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
+    _running.worker = True
     try:
-        if plan.launcher != "inline":
-            _show_crashes()
-        reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
         with signals.handled(plan.grace, *extra), reporting:
             try:
-                _join(plan, index)
+                _join(plan, member)
                 result = worker_fn(*args, **kwargs)
             except BaseException as error:
                 if isinstance(error, SystemExit) and not error.code:
@@ -58,11 +61,10 @@ def run_rank(
             leave()
             return result
     finally:
-        _running.rank = None
+        _running.worker = False
 
 
-def _join(plan: Plan, index: int) -> None:
-    member = plan.member_at(index)
+def _join(plan: Plan, member: Member) -> None:
     if member.world_size == 1:
         seed = join_single(member)
     else:
@@ -73,47 +75,45 @@ def _join(plan: Plan, index: int) -> None:
 
 
 def _show_crashes() -> None:
-    """Lets a crash in native code show the line of Python that it happened in."""
-    with contextlib.suppress(io.UnsupportedOperation, ValueError, AttributeError, RuntimeError):
-        if not faulthandler.is_enabled():  # stderr may have no descriptor: a notebook's has none
-            faulthandler.enable()
+    """Makes a crash in native code write the line of Python that it happened in to stderr."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(debug.STDERR)
 
 
-def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) -> None:
+def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) -> NoReturn:
     """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
     plan = Plan.from_fields(plan_fields)
+    rank = plan.member_at(index).rank
     try:
-        worker_fn, args, kwargs = cloudpickle.loads(payload)
-        share_names(worker_fn)
-        result = run_rank(plan, index, worker_fn, args, kwargs)
-        body = _pickled_result(result, plan.member_at(index).rank)
+        body = _pickled_result(run_rank(plan, index, *_load_worker(payload)), rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             body = cloudpickle.dumps(None)
         else:
-            report = failures.report_of(error)
+            report = failures.report_of(error, rank)
             _send(reports, report)
             # Exit handlers still run, but not the destructors of a group with pending messages.
             failures.exit_now(report["exitcode"])
     signum = stop_request.received()
     _send(reports, {"kind": "result", "signal": signum}, body)
-    sys.exit(128 + signum if signum else 0)
+    failures.exit_normally(128 + signum if signum else 0)
 
 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
-    """Runs this process, a task of a Slurm step, as the rank that its environment says it is."""
+    """Runs this process, a task of a Slurm step, as the rank that its environment names."""
     plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
-    task = cloudpickle.loads(payload)
-    share_names(task[0])
-    return run_rank(plan, 0, *task)
+    return run_rank(plan, 0, *_load_worker(payload))
 
 
-def share_names(worker_fn: Callable[..., Any]) -> None:
-    """Puts what came with the worker into ``__main__``, where pickle looks for it by name."""
-    names = getattr(worker_fn, "__globals__", {})
-    if getattr(worker_fn, "__module__", None) == "__main__":
-        main_names = vars(sys.modules["__main__"])
-        main_names.update({k: v for k, v in names.items() if not k.startswith("__")})
+def _load_worker(payload: bytes) -> Any:
+    """The worker, with its names in ``__main__``, where pickle looks for them."""
+    worker = cloudpickle.loads(payload)
+    if getattr(worker[0], "__module__", None) == "__main__":
+        names = getattr(worker[0], "__globals__", {})
+        vars(sys.modules["__main__"]).update(
+            {name: value for name, value in names.items() if not name.startswith("__")}
+        )
+    return worker
 
 
 def _pickled_result(result: Any, rank: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Choose a launcher, run the ranks, collect their results."""
+"""``run_distributed``: chooses a launcher, runs the ranks and collects their results."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ import torch
 
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures, rendezvous, stop_request, waiting
-from torchbearer_ddp.group.join import usable_cores
+from torchbearer_ddp.group.join import cores_per_rank
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
-from torchbearer_ddp.launch.plan import Plan, make_plan
+from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.planner import make_plan
 from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
 from torchbearer_ddp.log import logger
 
-#: Tells the runs of one process apart where they share a store.
+#: Separates the runs of one process that share a store.
 _runs = itertools.count()
 #: How long a launcher tries to record in the store of another host why its rank died.
 _PUBLISH_SECONDS = 2.0
-#: Marks an error with how this process ends if nobody catches it. A hook that held the error would
-#: keep its traceback, and the store of the failed run in it, for as long as the process lives.
+#: Marks an error with how this process ends if it is not caught. A hook that held the error itself
+#: would keep its traceback, and the store of the failed run in it, as long as the process lives.
 _ENDING = "_torchbearer_ddp_ending"
-#: How much later than its cause a failure is dated that only follows from it.
+#: How much later a failure that another one caused is dated.
 _FOLLOWS_SECONDS = 2
 
 
@@ -49,8 +50,8 @@ def run_distributed(
 ) -> list[Any]:
     """Starts the ranks, runs the worker on each, and returns the results.
 
-    Who is to be started is read, in this order, from the arguments and flags, from torchrun's
-    environment, from the environment of a Slurm step; otherwise it is this process alone.
+    Which ranks to start is read from the arguments and flags, else from torchrun's environment,
+    else from the environment of a Slurm step; otherwise the worker runs in this process alone.
 
     Example: ::
 
@@ -65,9 +66,9 @@ def run_distributed(
         kwargs: Its keyword arguments.
         options: What a parser with :func:`add_arguments` parsed; without it the known flags are
             read from ``sys.argv``.
-        overrides: Values that win over flags: ``launcher``, ``nproc_per_node``, ``nnodes``,
-            ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``, ``device``,
-            ``timeout``, ``seed``, ``grace``, ``debug``, ``slurm``.
+        overrides: Values that take precedence over flags: ``launcher``, ``nproc_per_node``,
+            ``nnodes``, ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``,
+            ``device``, ``timeout``, ``seed``, ``grace``, ``debug``, ``slurm``.
 
     Returns:
         The results of the ranks that this call started, in the order of their ranks.
@@ -76,42 +77,35 @@ def run_distributed(
         ValueError: If arguments or flags do not fit together.
         LaunchError: If the ranks could not be started, or did not find each other.
         WorkerError: If a rank failed; its message is the first cause.
-        SystemExit: If a signal stopped the ranks; the code is 128 and the signal's number.
+        SystemExit: If a signal stopped the ranks; the code is 128 plus the signal's number.
     """
     if rank_process.is_inside_worker():
         raise LaunchError(
             "run_distributed was called inside a worker that run_distributed itself has started. "
             "Call it once, outside of the worker."
         )
-    try:
-        plan = _plan(options, overrides)
-    except (ValueError, LaunchError) as error:
-        exit_with_message(error, 2)
-        raise
     task = (worker_fn, tuple(args), kwargs or {})
+    plan = _plan(options, overrides)
+    if plan.launcher not in ("slurm", "spawn"):
+        return [_run_here(plan, task)]
     try:
-        if plan.launcher == "slurm":
-            return submit_and_follow(task, plan)
-        if plan.member.rank == 0:
-            logger.info(plan.describe(_threads(plan)))
-        if plan.launcher == "spawn":
-            return _spawn(plan, task)
-    except ValueError as error:
-        exit_with_message(error, 2)
+        return submit_and_follow(plan, task) if plan.launcher == "slurm" else _spawn(plan, task)
+    except (ValueError, DistributedError) as error:
+        exit_with_message(error, 2 if isinstance(error, ValueError) else 1)
         raise
-    except DistributedError as error:
-        exit_with_message(error, 1)
-        raise
-    return [_run_here(plan, task)]
 
 
 def _plan(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Plan:
-    if options is None:
-        submits = overrides.get("launcher") == "slurm"
-        flags = read_flags(sys.argv[1:], slurm=submits)
-    else:
-        flags = read_options(options)
-    plan = make_plan(merge(flags, overrides), os.environ, torch.cuda.device_count())
+    """The plan of this launch; a mistake in it ends a script with exit code 2."""
+    try:
+        if options is None:
+            flags = read_flags(sys.argv[1:], slurm=overrides.get("launcher") == "slurm")
+        else:
+            flags = read_options(options)
+        plan = make_plan(merge(flags, overrides), os.environ, torch.cuda.device_count())
+    except (ValueError, LaunchError) as error:
+        exit_with_message(error, 2)
+        raise
     return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
 
 
@@ -120,21 +114,19 @@ def _threads(plan: Plan) -> int:
     if plan.member.world_size == 1 and plan.launcher != "spawn":
         return torch.get_num_threads()
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    if chosen.isdigit():
-        return int(chosen)
-    return max(1, usable_cores() // max(1, plan.member.local_world_size))
+    return int(chosen) if chosen.isdigit() else cores_per_rank(plan.member)
 
 
 def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
     """Starts the ranks of this host, which meet in a store that this process holds or reaches."""
+    _announce(plan)
     base = None
     if plan.serve:
         base = rendezvous.serve_store(plan.host, plan.ports[0], plan.member.timeout)
         plan = dataclasses.replace(plan, ports=(base.port,))
     if plan.member.seed is None:
         # The seed that the script has set, if any, is the one that a single process would use.
-        member = dataclasses.replace(plan.member, seed=torch.initial_seed())
-        plan = dataclasses.replace(plan, member=member)
+        plan = plan.with_member(seed=torch.initial_seed())
 
     def publish_failure(rank: int, text: str) -> None:
         with contextlib.suppress(LaunchError):  # the store's host is gone, and so are its ranks
@@ -155,6 +147,7 @@ def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
 
 def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
     """Runs the one rank that this process is."""
+    _announce(plan)
     rank, alone = plan.member.rank, plan.member.world_size == 1
     try:
         result = rank_process.run_rank(plan, 0, *task)
@@ -162,20 +155,24 @@ def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
         if alone:
             raise
         raise SystemExit(128 + signal.SIGINT) from None
-    except SystemExit as error:
-        if not alone and error.code and not stop_request.received():
-            text = failures.explain(error, rank)
-            logger.error(text)  # Python itself says nothing about sys.exit
+    except (Exception, SystemExit) as error:
+        stops = isinstance(error, SystemExit) and (not error.code or stop_request.received())
+        if not alone and not stops:
+            text = failures.explain(failures.report_of(error, rank))
+            if isinstance(error, SystemExit):
+                logger.error(text)  # Python itself shows nothing for sys.exit
+            else:
+                exit_with_message(error, 1, failures.headline(error, rank), force=True)
             _report_to_torchrun(plan, error, text)
-        raise
-    except Exception as error:
-        if not alone:
-            exit_with_message(error, 1, failures.headline(error, rank), force=True)
-            _report_to_torchrun(plan, error, failures.explain(error, rank))
         raise
     if signum := stop_request.received():
         raise SystemExit(128 + signum)
     return result
+
+
+def _announce(plan: Plan) -> None:
+    if plan.member.rank == 0:
+        logger.info(plan.describe(_threads(plan)))
 
 
 def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
@@ -185,7 +182,8 @@ def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
         return
     # It takes the earliest failure for the cause and counts whole seconds: what only follows from
     # another failure must not be as early.
-    when = int(time.time()) + (_FOLLOWS_SECONDS if getattr(error, "secondary", False) else 0)
+    follows = isinstance(error, DistributedError) and error.secondary
+    when = int(time.time()) + _FOLLOWS_SECONDS * follows
     details = {"py_callstack": text, "timestamp": str(when)}
     report = {"message": {"message": text, "extraInfo": details}}
     with contextlib.suppress(OSError):
@@ -195,11 +193,11 @@ def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
 def exit_with_message(
     error: Exception, exitcode: int, text: str | None = None, *, force: bool = False
 ) -> None:
-    """If nobody catches this error, the process ends with this message instead of a traceback.
+    """Makes this process end with a message instead of a traceback, if the error is not caught.
 
-    The traceback of this process would bury the cause, which is another rank's or in the flags.
+    The traceback of this process would hide the cause, which is in another rank or in the flags.
     ``text`` replaces the error's own message; the traceback of a user's error follows it. ``force``
-    skips what could hang: the end of a group with pending messages.
+    ends the process without closing the group, which could hang.
     """
     setattr(error, _ENDING, (exitcode, text or str(error), force))
     previous = sys.excepthook

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-#: Settings that say which ranks there are; any of them switches detection off.
+#: Settings that name the ranks to start; any of them switches detection off.
 PLACEMENT_FLAGS = ("rank", "world_size", "nnodes", "node_rank", "nproc_per_node")
-_NO_LIMIT = 2**64 - 1
+#: What torch takes for a seed.
+_LEAST, _MOST = -(2**63), 2**64 - 1
 
 
 class Settings(dict[str, Any]):
@@ -18,14 +19,13 @@ class Settings(dict[str, Any]):
         return f"{flag(name)} {self[name]}"
 
     def needed(self, name: str, found: str, meaning: str) -> int:
-        """A whole number that cannot be missing, with what was found instead and what it means."""
-        value = self.integer(name)
-        if value is None:
+        """A whole number that must be given; ``found`` is what makes it necessary."""
+        if self.get(name) is None:
             raise ValueError(f"{found} but {flag(name)} is missing. Add it: {meaning}.")
-        return value
+        return self.integer(name, 0)
 
     def host(self, found: str) -> str:
-        """The address that every command needs, with what was found that makes it so."""
+        """The address that every command needs; ``found`` is what makes it necessary."""
         if not self.get("host"):
             raise ValueError(
                 f"{found} but --host is missing. Add the address of rank 0's host, the same in "
@@ -33,12 +33,9 @@ class Settings(dict[str, Any]):
             )
         return str(self["host"])
 
-    def integer(
-        self, name: str, default: int | None = None, least: int | None = None, most: int = _NO_LIMIT
-    ) -> int | None:
+    def integer(self, name: str, default: int, least: int | None = None, most: int = _MOST) -> int:
         """A whole number within bounds, or the default if it was not given."""
-        value = self.get(name, default)
-        return None if value is None else checked_count(flag(name), value, least, most)
+        return checked_count(flag(name), self.get(name, default), least, most)
 
     def seconds(self, name: str, default: float) -> float:
         """A time that is neither zero nor endless, or the default if it was not given."""
@@ -48,12 +45,12 @@ class Settings(dict[str, Any]):
             raise ValueError(f"{flag(name)} is {value!r}; it must be seconds, more than 0.")
         return float(value)
 
-    def refuse_several(self, launcher: str, remedy: str) -> None:
-        """Complains if any setting asks for more than one rank."""
-        for name in PLACEMENT_FLAGS:
-            alone = 0 if name in ("rank", "node_rank") else 1
-            if self.get(name, alone) != alone:
-                raise ValueError(f"{self.shown(name)} is given but --launcher {launcher} {remedy}")
+    def refuse(self, why: str, *names: str, unless_single: bool = False) -> None:
+        """Raises if one of these was given; ``unless_single`` allows what means a single rank."""
+        for name in names:
+            single = 0 if name in ("rank", "node_rank") else 1
+            if name in self and not (unless_single and self[name] == single):
+                raise ValueError(f"{self.shown(name)} {why}")
 
 
 def flag(name: str) -> str:
@@ -61,10 +58,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def checked_count(name: str, value: Any, least: int | None = None, most: int = _NO_LIMIT) -> int:
+def checked_count(name: str, value: Any, least: int | None = None, most: int = _MOST) -> int:
     """The value, if it is a whole number within bounds."""
-    lowest = -(2**63) if least is None else least
+    lowest = _LEAST if least is None else least
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:
-        bounds = "" if least is None else f" from {least}" + f" to {most}" * (most < _NO_LIMIT)
+        bounds = "" if least is None else f" from {least}" + f" to {most}" * (most < _MOST)
         raise ValueError(f"{name} is {value!r}; it must be a whole number{bounds}. Correct it.")
     return value

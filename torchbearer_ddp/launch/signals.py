@@ -1,10 +1,10 @@
-"""Signals that ask a rank to stop: a flag that training reads at each step, then the end.
+"""Signals that ask a rank to stop.
 
-A signal may come in the middle of a step, on one rank only. Where training looks at
-the stop request each step, the handler therefore only sets a flag; the ranks agree on a step to
-stop at and save. Where nobody looks, the signal interrupts at once, as in any Python program. A
-second signal ends the process, once its exit handlers are through: a checkpoint may be on its way
-to the disk. A third one, or ``grace`` seconds after the first, the process ends for good.
+A signal may come in the middle of a step, on one rank only. While training reads the stop request
+at each step, the handler therefore only sets a flag; the ranks agree on a step to stop at, and save
+there. Otherwise the signal interrupts at once, as in any Python program. A second signal ends the
+process after its exit handlers, because a checkpoint may be being written. A third signal ends it
+at once, and so does the end of the grace time, which starts with the first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torchbearer_ddp.group import debug, stop_request
 
 #: Interrupts what the main thread waits for, and does nothing else.
 _WAKE = signal.SIGURG
+#: Ends the thread; no signal has this number.
+_CLOSE = 0
 #: The handlers that this process had before ours, while ours are in force.
 _before: dict[signal.Signals, Any] = {}
 
@@ -30,8 +32,8 @@ _before: dict[signal.Signals, Any] = {}
 def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     """Handles SIGTERM, SIGINT and any extra signals while a worker runs in this process.
 
-    ``grace`` are the seconds from the first signal until the process ends, whatever it does. An
-    extra signal (SIGUSR2 in a Slurm job) that already has a handler keeps it.
+    The process ends ``grace`` seconds after the first signal at the latest. An extra signal
+    (SIGUSR2 in a Slurm job) that already has a handler keeps it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread handle signals
@@ -42,11 +44,10 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     previous = {s: signal.signal(s, stop_request.handle) for s in signums}
     previous[_WAKE] = signal.signal(_WAKE, lambda signum, frame: None)
     _before.update(previous)
-    watchdog = _Watchdog(grace, signums)
     try:
-        yield
+        with _watched(grace, signums):
+            yield
     finally:
-        watchdog.close()
         for signum, handler in previous.items():
             signal.signal(signum, handler)
         _before.clear()
@@ -69,41 +70,42 @@ def _restore_in_child() -> None:
 os.register_at_fork(after_in_child=_restore_in_child)
 
 
-class _Watchdog:
-    """Ends the process when the grace is over, also while the main thread is blocked in C.
+@contextlib.contextmanager
+def _watched(grace: float, signums: list[signal.Signals]) -> Iterator[None]:
+    """Ends the process when the grace time is over, also while the main thread is blocked in C.
 
-    Python runs signal handlers in the main thread only, between two byte codes; the wake-up
-    descriptor is written at once.
+    Python runs signal handlers only in the main thread, between two instructions of Python code,
+    but writes to the wake-up descriptor at once.
     """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(reader, True)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(reader, grace, signums), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        if (current := signal.set_wakeup_fd(previous)) not in (writer, -1):
+            signal.set_wakeup_fd(current)  # the worker has set its own meanwhile
+        os.write(writer, bytes([_CLOSE]))
+        thread.join()
+        os.close(reader)
+        os.close(writer)
 
-    def __init__(self, grace: float, signums: list[signal.Signals]) -> None:
-        self._grace, self._signums = grace, signums
-        self._closed = threading.Event()
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(self._reader, True)
-        self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="signal watchdog")
-        self._thread.start()
 
-    def _watch(self) -> None:
-        first, deadline = 0, None
-        while not self._closed.is_set():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._reader], [], [], left)[0]:
-                stop_request.end(first)
-            for signum in os.read(self._reader, 64):
-                if signum == signal.SIGUSR1:
-                    debug.report("SIGUSR1")
-                if signum == signal.SIGUSR2:  # another thread takes it where the main one blocks it
-                    signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
-                if signum in self._signums and deadline is None:
-                    first, deadline = signum, time.monotonic() + self._grace
-
-    def close(self) -> None:
-        if (current := signal.set_wakeup_fd(self._previous)) not in (self._writer, -1):
-            signal.set_wakeup_fd(current)  # somebody took it over meanwhile: leave it to them
-        self._closed.set()
-        os.write(self._writer, b"\0")
-        self._thread.join()
-        os.close(self._reader)
-        os.close(self._writer)
+def _watch(reader: int, grace: float, signums: list[signal.Signals]) -> None:
+    """Reads the numbers of the signals that have come."""
+    first, deadline = 0, None
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([reader], [], [], left)[0]:
+            stop_request.end(128 + first)
+        for signum in os.read(reader, 64):
+            if signum == _CLOSE:
+                return
+            if signum == signal.SIGUSR1:
+                debug.report("SIGUSR1")
+            if signum == signal.SIGUSR2:  # a thread may receive it, see slurm/task.py
+                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            if signum in signums and deadline is None:
+                first, deadline = signum, time.monotonic() + grace

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FOLDER = "slurm"
 DEFAULT_REQUEUES = 10
-#: What belongs to the launch of the ranks and not to the submission.
+#: Settings of the ranks, not of the submission.
 _LAUNCH_SETTINGS = ("backend", "device", "timeout", "seed", "grace", "debug")
 
 
@@ -55,9 +55,9 @@ def submit_slurm(
         nodes: The number of nodes.
         tasks_per_node: The number of ranks on each.
         folder: Where the job's files and logs go, on a file system that the nodes share. It is made
-            for its owner alone: whoever can write there can run code in the job.
-        max_requeues: How often the job may start again, after a time limit or a preemption, say.
-        parameters: What submitit or sbatch know, such as ``timeout_min``, ``partition``,
+            for its owner only, because anyone who can write there can run code in the job.
+        max_requeues: How often the job may start again, for example after a time limit.
+        parameters: Parameters of submitit or sbatch, such as ``timeout_min``, ``partition``,
             ``gpus_per_node``, ``cpus_per_task``, ``mem_gb``, ``name`` or
             ``slurm_additional_parameters``; and ``backend``, ``device``, ``timeout``, ``seed``,
             ``grace`` and ``debug`` as in :func:`run_distributed`.
@@ -71,11 +71,11 @@ def submit_slurm(
     return _prepare(task, {**given, "max_requeues": max_requeues}).submit()
 
 
-def submit_and_follow(task: tuple[Any, ...], plan: Plan) -> list[Any]:
-    """Submits the worker as ``--launcher slurm`` asks, and stays until the job has ended.
+def submit_and_follow(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
+    """Submits the worker for ``--launcher slurm``, shows its output and waits for the job.
 
     Raises:
-        SystemExit: If the job was only to be shown, or submitted without waiting for it.
+        SystemExit: With ``--dry-run`` and ``--detach``, which do not wait.
     """
     flags = {"timeout": plan.member.timeout, "seed": plan.member.seed, "grace": plan.grace}
     flags = {**flags, "debug": plan.debug or None, **plan.slurm}
@@ -85,11 +85,8 @@ def submit_and_follow(task: tuple[Any, ...], plan: Plan) -> list[Any]:
         print(submission.script())
         raise SystemExit(0)
     job = submission.submit()
-    logger.info(
-        "submitted job %s; its output goes to %s and the files beside it",
-        job.job_id,
-        job.paths_of(0).stdout,
-    )
+    files = f"{job.paths_of(0).stdout} and the files beside it"
+    logger.info("submitted job %s; its output goes to %s", job.job_id, files)
     if detach:
         print(job.job_id)
         raise SystemExit(0)

@@ -7,57 +7,54 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from submitit.core.utils import UncompletedJobError
+from typing import Any, TextIO
 
 from torchbearer_ddp.errors import WorkerError
+from torchbearer_ddp.group.failures import worker_error
 from torchbearer_ddp.log import logger
-from torchbearer_ddp.slurm.submitit_adapter import Job, Watcher
+from torchbearer_ddp.slurm.submitit_adapter import Job, UncompletedJobError, Watcher
 
-#: States in which Slurm has finished with a job; all others, also unknown ones, may go on.
+#: States in which Slurm has finished with a job; in all others, also unknown ones, it may continue.
 _FINAL = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "FORGOTTEN",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-}
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "FORGOTTEN", "NODE_FAIL",
+    "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
+}  # fmt: skip
+_CONTINUES = "With a Checkpoint in the Trial it continues where it stopped."
 _REMEDIES = {
-    "TIMEOUT": "Give it more time with timeout_min (--time); a Checkpoint in the Trial lets it go "
-    "on where it stopped.",
-    "CANCELLED": "Somebody cancelled it, or a limit of the cluster did.",
-    "OUT_OF_MEMORY": "Give it more memory with mem_gb (--mem-gb), or smaller batches.",
-    "NODE_FAIL": "A node failed: submit it again, a Checkpoint lets it go on where it stopped.",
-    "PREEMPTED": "Another job took its place: submit it again, a Checkpoint lets it go on.",
+    "TIMEOUT": f"Give it more time with timeout_min (--time). {_CONTINUES}",
+    "CANCELLED": "A user cancelled it, or it exceeded a limit of the cluster.",
+    "OUT_OF_MEMORY": "Give it more memory with mem_gb (--mem-gb), or use smaller batches.",
+    "NODE_FAIL": f"A node failed. Submit it again. {_CONTINUES}",
+    "PREEMPTED": f"A job of higher priority took its nodes. Submit it again. {_CONTINUES}",
 }
 _COMMAND_SECONDS = 60
 _TICK_SECONDS = 0.2
 _TAIL_LINES = 20
 
 
+def slurm_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Slurm.
+
+    Raises:
+        OSError: If there is no such command, or it does not end in time.
+    """
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except subprocess.SubprocessError as error:
+        raise OSError(str(error)) from error
+
+
 def look_up(job_id: str) -> dict[str, str] | None:
     """What the controller knows of a job, by Slurm's names; None if it has forgotten the job.
 
-    The controller is asked rather than the accounting, which not every cluster has, and which says
-    nothing about restarts.
+    Not every cluster has an accounting, and it does not count restarts.
 
     Raises:
         OSError: If the controller cannot be reached.
     """
-    answer = subprocess.run(
-        ["scontrol", "--oneliner", "show", "job", job_id],
-        capture_output=True,
-        text=True,
-        timeout=_COMMAND_SECONDS,
-    )
+    answer = slurm_command("scontrol", "--oneliner", "show", "job", job_id)
     if answer.returncode == 0:
         return dict(re.findall(r"(\w+)=(\S*)", answer.stdout.splitlines()[0]))
     if "Invalid job id" in answer.stderr:
@@ -65,30 +62,18 @@ def look_up(job_id: str) -> dict[str, str] | None:
     raise OSError(answer.stderr.strip())
 
 
-def _accounted_state(job_id: str) -> str:
-    """How a job ended that the controller has forgotten, if there is an accounting to ask."""
-    answer = subprocess.run(
-        ["sacct", "--noheader", "--parsable2", "--allocations", "-o", "State", "-j", job_id],
-        capture_output=True,
-        text=True,
-        timeout=_COMMAND_SECONDS,
-    )
-    words = answer.stdout.split()
-    return words[0] if answer.returncode == 0 and words else "FORGOTTEN"
-
-
 def _state_of(job_id: str) -> dict[str, str]:
-    try:
-        known = look_up(job_id)
-        return (
-            {**known, "State": known["JobState"]} if known else {"State": _accounted_state(job_id)}
-        )
-    except subprocess.SubprocessError as error:
-        raise OSError(str(error)) from error
+    """A job's state; from the accounting, if there is one, once the controller has forgotten it."""
+    if known := look_up(job_id):
+        return {**known, "State": known["JobState"]}
+    options = ("--noheader", "--parsable2", "--allocations", "-o", "State")
+    answer = slurm_command("sacct", *options, "-j", job_id)
+    states = answer.stdout.split() if answer.returncode == 0 else []
+    return {"State": states[0] if states else "FORGOTTEN"}
 
 
 class SlurmJob(Job):
-    """A submitted job; submitit's own, which also knows which rank failed first.
+    """A submitted job: submitit's own, with the cause of the first rank that failed.
 
     ``results()`` waits for every rank's value, through any number of requeues.
     """
@@ -121,28 +106,19 @@ class SlurmJob(Job):
         return None if error is None else WorkerError(str(error))
 
     def _cause(self) -> WorkerError | None:
-        """The first failing rank's own account: it writes one before it ends."""
-        reports = [json.loads(path.read_text()) for path in self._reports()]
-        restarts = max((report["restart"] for report in reports), default=0)
-        reports = [report for report in reports if report["restart"] == restarts]
+        """The error of the first rank that failed; each writes a report before it ends."""
+        paths = self.paths.folder.glob(f"{self.job_id}_*_failure.json")
+        reports = [json.loads(path.read_text()) for path in paths]
         if not reports:
             return None
-        first = min(reports, key=lambda report: (report["secondary"], report["time"]))
-        told = first["message"] or f"Rank {first['rank']} on {first['host']} {first['what']}"
-        return WorkerError(
-            f"{told.rstrip()}\n\nJob {self.job_id} has ended; its logs are "
-            f"{self.paths_of(first['rank']).stderr} and those beside it.",
-            rank=first["rank"] if first["cause"] is None else first["cause"],
-            host=first["host"] if first["cause_host"] is None else first["cause_host"],
-            exitcode=first["exitcode"],
-        )
-
-    def _reports(self) -> list[Path]:
-        return sorted(self.paths.folder.glob(f"{self.job_id}_*_failure.json"))
+        # Of the last restart, and not because of another rank.
+        first = min(reports, key=lambda r: (-r["restart"], r["secondary"], r["time"]))
+        logs = f"{self.paths_of(first['rank']).stderr} and those beside it"
+        return worker_error(first, f"\n\nJob {self.job_id} has ended; its logs are {logs}.")
 
     def _unexplained(self, state: str, missing: list[int]) -> WorkerError:
         ranks = ", ".join(map(str, missing))
-        remedy = _REMEDIES.get(state, "Look at the output below, and at the cluster's own log.")
+        remedy = _REMEDIES.get(state, "See the output below, and the cluster's own log.")
         path = self.paths_of(missing[0]).stderr
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         tail = "\n".join(lines[-_TAIL_LINES:])
@@ -159,15 +135,15 @@ class SlurmJob(Job):
             WorkerError: If the job failed.
             SystemExit: After a Ctrl-C, which leaves the job running.
         """
-        files = self.paths_of(0)
-        outputs = [_Tail(files.stdout, sys.stdout), _Tail(files.stderr, sys.stderr)]
-        shown = ""
+        files, shown = self.paths_of(0), ""
+        outputs = [_copies(files.stdout, sys.stdout), _copies(files.stderr, sys.stderr)]
         try:
             while True:
                 # The state before the output, so that the last round copies everything.
                 done = self.done()
                 shown = self._show_state(shown)
-                if sum(output.copy() for output in outputs) and "running" not in shown:
+                new = [next(output) for output in outputs]
+                if any(new) and "running" not in shown:
                     self.get_info(mode="force")
                     shown = self._show_state(shown)
                 if done:
@@ -175,17 +151,13 @@ class SlurmJob(Job):
                 time.sleep(_TICK_SECONDS)
         except KeyboardInterrupt:
             logger.warning(
-                "job %s goes on without this terminal. Watch it with 'tail -f %s', cancel it with "
-                "'scancel %s'",
-                self.job_id,
-                files.stdout,
-                self.job_id,
+                f"job {self.job_id} continues without this terminal. Watch it with "
+                f"'tail -f {files.stdout}', cancel it with 'scancel {self.job_id}'"
             )
             raise SystemExit(130) from None
         finally:
             for output in outputs:
-                output.copy()
-                output.close()
+                next(output, None)  # what came since
 
     def _show_state(self, shown: str) -> str:
         line = _describe(self.get_info(mode="standard"))
@@ -194,38 +166,23 @@ class SlurmJob(Job):
         return line or shown
 
 
-class _Tail:
-    """Copies what is appended to a file, from where it stood before."""
-
-    def __init__(self, path: Path, target: Any) -> None:
-        self._path = path
-        self._target = target
-        self._stream: BinaryIO | None = None
-
-    def copy(self) -> bool:
-        """Copies what is new; True if there was something."""
-        if self._stream is None:
-            if not self._path.exists():
-                return False
-            self._stream = self._path.open("rb")
-        new = self._stream.read()
-        if new:
-            self._target.write(new.decode(errors="replace"))
-            self._target.flush()
-        return bool(new)
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+def _copies(path: Path, target: TextIO) -> Iterator[bool]:
+    """Copies what is new in a file each time; yields whether there was something."""
+    while not path.exists():
+        yield False
+    with path.open("rb") as stream:
+        while True:
+            new = stream.read()
+            target.write(new.decode(errors="replace"))
+            target.flush()
+            yield bool(new)
 
 
 def _describe(info: dict[str, str]) -> str:
     """A job's state in words: what, where or why, and how often it was restarted."""
     state, restarts = info.get("State", "").lower(), int(info.get("Restarts", "0"))
     if state == "pending":
-        word = "requeued, pending" if restarts else "pending"
-        return f"{word} ({info.get('Reason', 'None')})"
+        return f"{'requeued, ' * (restarts > 0)}pending ({info.get('Reason', 'None')})"
     if state == "running":
-        again = f", restart {restarts}" if restarts else ""
-        return f"running on {info.get('NodeList', '?')}{again}"
+        return f"running on {info.get('NodeList', '?')}" + f", restart {restarts}" * (restarts > 0)
     return state.replace("_", " ")

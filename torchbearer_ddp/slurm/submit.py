@@ -25,7 +25,7 @@ class Submission:
         run: What every task of the job runs.
         name: The job's name, unless the parameters have one.
         folder: Where the job's files and logs go.
-        parameters: What submitit or sbatch know, by their names.
+        parameters: Parameters of submitit or sbatch, by their names.
         max_requeues: How often the job may start again.
 
     Raises:
@@ -66,24 +66,22 @@ class Submission:
 
 
 def _completed(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """The parameters with what a job of ranks needs, for submitit's executor."""
-    known_names = known_parameters()
+    """The parameters for submitit's executor, with what a job of ranks needs."""
     if given.get("gpus_per_node") == 0:
-        del given["gpus_per_node"]  # a cluster without GPUs refuses even to give none
-    known = {k: v for k, v in given.items() if k in known_names}
-    # sbatch knows more than submitit does, and rejects what it does not know.
-    others = {k: v for k, v in given.items() if k not in known}
-    additional = {**others, **known.get("additional_parameters", {})}
+        del given["gpus_per_node"]  # a cluster without GPUs rejects even 0
+    known = {key: given.pop(key) for key in known_parameters() & set(given)}
+    # The others are sbatch's, which rejects what it does not know.
+    additional = {**given, **known.get("additional_parameters", {})}
     if "array" in additional:
         raise ValueError(
             f"array is {additional['array']!r} but submit_slurm submits one job. Call it once per "
             "job, or start the script with srun in an sbatch --array script."
         )
     if not {"requeue", "no-requeue", "no_requeue"} & set(additional):
-        additional["requeue"] = True  # some clusters forbid it unless it is asked for
+        additional["requeue"] = True  # some clusters do not requeue by default
     srun = list(known.get("srun_args", ()))
     if not any(arg.startswith(("-K", "--kill-on-bad-exit")) for arg in srun):
-        srun.append("--kill-on-bad-exit=1")  # else the others would run on without that rank
+        srun.append("--kill-on-bad-exit=1")  # else the others would wait for that rank
     if "cpus_per_task" in known:
         srun.append(f"--cpus-per-task={known['cpus_per_task']}")  # srun ignores sbatch's
     defaults = {"job_name": name, "time": None}  # the partition's own limit, not submitit's 5 min
@@ -92,7 +90,7 @@ def _completed(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _private_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder, or checks it; takes it away again if the submission fails."""
+    """Makes the folder, or checks it; removes what it made if the submission fails."""
     made: list[Path] = []
     try:
         for path in [*reversed(folder.parents), folder]:
@@ -103,7 +101,7 @@ def _private_folder(folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         for path in reversed(made):
-            with contextlib.suppress(OSError):  # somebody else uses it already
+            with contextlib.suppress(OSError):  # another job uses it already
                 path.rmdir()
         if isinstance(error, OSError):
             raise LaunchError(
@@ -118,7 +116,7 @@ def _check_private(folder: Path) -> None:
     if found.st_uid not in (os.getuid(), 0):
         raise LaunchError(
             f"The submission folder {folder} belongs to another user (uid {found.st_uid}), who "
-            "could run code in the job through the pickles in it. Name a folder of your own."
+            "could run code in the job through the pickles in it. Use a folder of your own."
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise LaunchError(

@@ -17,7 +17,9 @@ from typing import Any
 
 import submitit
 from submitit.core.job_environment import JobEnvironment
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
+from submitit.core.utils import DelayedSubmission as DelayedSubmission
+from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
+from submitit.core.utils import UncompletedJobError as UncompletedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher
 
 from torchbearer_ddp.errors import LaunchError
@@ -25,24 +27,16 @@ from torchbearer_ddp.errors import LaunchError
 #: The private names that this file uses, by the class that has them.
 PRIVATE_PARTS: dict[type, tuple[str, ...]] = {
     SlurmExecutor: (
-        "_convert_parameters",
-        "_equivalence_dict",
-        "_make_submission_command",
-        "_make_submission_file_text",
-        "_submit_command",
-        "_submitit_command_str",
+        "_convert_parameters", "_equivalence_dict", "_make_submission_command",
+        "_make_submission_file_text", "_submit_command", "_submitit_command_str",
         "_valid_parameters",
     ),
     SlurmInfoWatcher: (
-        "_finished",
-        "_info_dict",
-        "_last_status_check",
-        "_num_calls",
-        "_registered",
+        "_finished", "_info_dict", "_last_status_check", "_num_calls", "_registered",
     ),
     submitit.SlurmJob: ("_tasks",),
     JobEnvironment: ("_usr_sig",),
-}
+}  # fmt: skip
 
 
 def preemption_signal() -> signal.Signals:
@@ -61,21 +55,13 @@ def known_parameters() -> set[str]:
 
 
 class Executor(SlurmExecutor):
-    """Submits one task that starts with a file of ours; nothing is left behind on failure.
-
-    Args:
-        folder: Where the job's files go.
-        start_file: What each task of the job runs.
-        job_class: The kind of job to return.
-        max_requeues: How often the job may start again.
-    """
+    """Submits one task, which starts with ``start_file``; a failure leaves no files behind."""
 
     def __init__(
         self, folder: Path, start_file: Path, job_class: type[Any], max_requeues: int
     ) -> None:
         super().__init__(folder, max_num_timeout=max_requeues)
-        self.job_class = job_class
-        self._start_file = start_file
+        self.job_class, self._start_file = job_class, start_file
 
     def translate(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """The parameters by sbatch's names instead of submitit's."""
@@ -125,17 +111,16 @@ class Executor(SlurmExecutor):
 
 
 class Watcher(SlurmInfoWatcher):
-    """Looks up the jobs that somebody waits for, at growing intervals.
+    """Looks up the jobs that are being waited for, at growing intervals.
 
     Args:
-        look_up: What is known of a job, with its ``State``; raises OSError where Slurm is busy.
+        look_up: Returns what is known of a job, with its ``State``; OSError if Slurm is busy.
         final: The states in which a job has ended.
     """
 
     def __init__(self, look_up: Callable[[str], dict[str, str]], final: set[str]) -> None:
         super().__init__(delay_s=5)
-        self._look_up = look_up
-        self._final = final
+        self._look_up, self._final = look_up, final
 
     def update(self) -> None:
         """Looks up every job that has not ended."""
@@ -145,7 +130,7 @@ class Watcher(SlurmInfoWatcher):
             try:
                 self._info_dict[job_id] = self._look_up(job_id)
             except OSError:
-                continue  # the controller restarts or is busy: the job goes on meanwhile
+                continue  # the controller restarts or is busy; the job is not affected
             if self.is_done(job_id, mode="cache"):
                 self._finished.add(job_id)
 

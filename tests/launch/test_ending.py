@@ -1,0 +1,116 @@
+"""A started rank ends as Python programs do, though it skips the unloading of its modules."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import Program
+
+#: Prints into a pipe or a file wait in a buffer.
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+SCRIPT = """
+import atexit, concurrent.futures, os, sys, threading, time
+from pathlib import Path
+from torchbearer_ddp import rank, run_distributed
+
+folder = Path(sys.argv[1])
+
+def write(name):
+    (folder / f"{name}-{rank_number}").write_text("written")
+
+def work():
+    global rank_number, unclosed
+    rank_number = rank()
+    atexit.register(write, "handler")
+    thread = threading.Thread(target=lambda: (released.wait(), write("thread")))
+    thread.start()
+    concurrent.futures.ThreadPoolExecutor(1).submit(lambda: (released.wait(), write("pool")))
+    threading.Timer(0.3, released.set).start()  # after the worker has returned
+    unclosed = open(folder / f"unclosed-{rank_number}", "w")
+    unclosed.write("written")
+    print("printed", rank_number)  # into a pipe, so buffered
+    sys.stderr.write("complained")
+
+released = threading.Event
+def start():
+    global released
+    released = threading.Event()
+    return work()
+
+run_distributed(start)
+"""
+
+
+def test_threads_exit_handlers_open_files_and_prints(tmp_path):
+    flags = (str(tmp_path), "--nproc-per-node", "2")
+    with Program(sys.executable, "-c", SCRIPT, *flags, raw=True, environment=BUFFERED) as program:
+        assert program.code() == 0, program.text()
+        assert sorted(program.output) == ["printed 0\n", "printed 1\n"]
+        assert program.text().count("complained") == 2
+        names = ("handler", "pool", "thread", "unclosed")
+        expected = sorted(f"{name}-{rank}" for name in names for rank in (0, 1))
+        assert sorted(path.name for path in tmp_path.iterdir()) == expected
+        assert {path.read_text() for path in tmp_path.iterdir()} == {"written"}
+
+
+@pytest.mark.parametrize(
+    "handler", ["threading.Thread(target=hang).start()", "atexit.register(hang)"]
+)
+def test_what_never_ends_is_killed_after_the_grace_time(handler):
+    script = f"""
+import atexit, threading, time
+from torchbearer_ddp import rank, run_distributed
+
+def hang():
+    time.sleep(600)
+
+def work():
+    {handler}
+    return rank()
+
+print(run_distributed(work, grace=1.0))
+"""
+    with Program(sys.executable, "-c", script, "--nproc-per-node", "2", raw=True) as program:
+        assert program.code(30) == 0, program.text()
+        assert program.output == ["[0, 1]\n"]
+        assert not program.alive()
+
+
+def test_a_failing_exit_handler_is_shown_and_does_not_stop_the_others():
+    script = """
+import atexit
+from torchbearer_ddp import rank, run_distributed
+
+def fail():
+    raise ValueError("in a handler")
+
+def work():
+    atexit.register(print, "the other handler")
+    atexit.register(fail)
+    return rank()
+
+print(run_distributed(work))
+"""
+    with Program(sys.executable, "-c", script, "--nproc-per-node", "1", raw=True) as program:
+        assert program.code() == 0, program.text()
+        assert program.output == ["the other handler\n", "[0]\n"]
+        assert "ValueError: in a handler" in program.text()
+
+
+def test_prints_that_cannot_be_written_change_the_exit_code_as_in_python():
+    program = "print('lost'); "
+    ours = "from torchbearer_ddp.group.failures import exit_normally; exit_normally(0)"
+    for end in ("", ours):
+        with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+            done = subprocess.run(
+                [sys.executable, "-c", program + end],
+                env={**os.environ, **BUFFERED},
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+        assert done.returncode == 120
+        assert "No space left on device" in done.stderr

@@ -1,0 +1,155 @@
+"""Which ranks to start, where, and why: a pure function of settings, environment and GPU count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torchbearer_ddp.group.membership import DEFAULT_TIMEOUT, Member
+from torchbearer_ddp.launch import environments
+from torchbearer_ddp.launch.devices import choose_backend, choose_device
+from torchbearer_ddp.launch.plan import DEFAULT_GRACE, Plan
+from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings, checked_count
+
+LAUNCHERS = ("auto", "inline", "spawn", "rank", "torchrun", "srun", "slurm")
+DEFAULT_PORT = 29500
+_DEBUG_VARIABLE = "TORCHBEARER_DDP_DEBUG"
+
+
+def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus: int) -> Plan:
+    """Decides which ranks to start.
+
+    Raises:
+        ValueError: If the settings do not fit together.
+        LaunchError: If the environment does not.
+    """
+    given = Settings(settings)
+    launcher, reason = _choose_launcher(given, environment)
+    seed = given.integer("seed", 0) if "seed" in given else None
+    plan = dataclasses.replace(
+        _place(launcher, given, environment, gpus),
+        launcher=launcher,
+        reason=reason,
+        grace=given.seconds("grace", DEFAULT_GRACE),
+        debug=bool(given.get("debug", environment.get(_DEBUG_VARIABLE, "") not in ("", "0"))),
+        slurm=dict(given.get("slurm", {})),
+    ).with_member(timeout=given.seconds("timeout", DEFAULT_TIMEOUT), seed=seed)
+    if launcher == "slurm":
+        # Which devices there are is only known on the nodes, where these are checked.
+        chosen = {name: given[name] for name in ("device", "backend") if name in given}
+        return dataclasses.replace(plan, slurm={**chosen, **plan.slurm})
+    started = plan.member.local_world_size if launcher == "spawn" else 1
+    device = choose_device(given, gpus, started, plan.member.local_rank)
+    return plan.with_member(device=device, backend=choose_backend(given, device))
+
+
+def _choose_launcher(given: Settings, environment: Mapping[str, str]) -> tuple[str, str]:
+    """The launcher, and what it was chosen for."""
+    launcher = given.get("launcher", "auto")
+    if launcher not in LAUNCHERS:
+        raise ValueError(
+            f"--launcher is {launcher!r}; it can be {', '.join(LAUNCHERS)}. Choose one of them."
+        )
+    if launcher != "auto":
+        return launcher, f"from --launcher {launcher}"
+    named = [name for name in PLACEMENT_FLAGS if name in given]
+    if named:
+        kind = "rank" if {"rank", "world_size"} & set(named) else "spawn"
+        return kind, f"from {', '.join(given.shown(name) for name in named)}"
+    if environments.in_torchrun(environment):
+        return "torchrun", "from torchrun's environment"
+    if environments.in_slurm_step(environment):
+        return "srun", f"from the Slurm step of job {environment.get('SLURM_JOB_ID', '?')}"
+    given.refuse(
+        "is given but not which ranks to start: add --world-size N and --rank i, or --nnodes N, "
+        "--node-rank i and --nproc-per-node M.",
+        *("host", "port"),
+    )
+    return "inline", "no launch flags, no torchrun, no Slurm step"
+
+
+def _place(launcher: str, given: Settings, environment: Mapping[str, str], gpus: int) -> Plan:
+    """Which rank this process is or starts first, and where its store is."""
+    if launcher == "slurm":
+        given.refuse(
+            "does not go with --launcher slurm, which places the ranks itself. Use --nodes and "
+            "--ntasks-per-node.",
+            *(*PLACEMENT_FLAGS, "host", "port"),
+        )
+        return Plan()
+    if launcher == "inline":
+        given.refuse(
+            "is given but --launcher inline is one process. Use --launcher spawn, or leave it out.",
+            *PLACEMENT_FLAGS,
+            unless_single=True,
+        )
+        return Plan()
+    if launcher == "spawn":
+        return _spawned_ranks(given, gpus)
+    if launcher == "rank":
+        return _one_rank(given)
+    read = environments.read_torchrun if launcher == "torchrun" else environments.read_slurm_step
+    found = read(environment)
+    ports = (given.integer("port", 0, 1, 65535),) if "port" in given else found.ports
+    return dataclasses.replace(found, host=given.get("host", found.host), ports=ports)
+
+
+def _spawned_ranks(given: Settings, gpus: int) -> Plan:
+    """Several ranks on this host, which may be one of several hosts."""
+    given.refuse(
+        "is for one process per command, --launcher spawn starts several. Use --nnodes, "
+        "--node-rank and --nproc-per-node instead.",
+        *("rank", "world_size"),
+    )
+    count = given.get("nproc_per_node", "gpu" if gpus else 1)
+    if count == "gpu" and not gpus:
+        raise ValueError(
+            "--nproc-per-node is gpu but no GPU is visible. Give a number, or check "
+            "CUDA_VISIBLE_DEVICES and the driver."
+        )
+    count = checked_count("--nproc-per-node", gpus if count == "gpu" else count, 1)
+    nodes = given.integer("nnodes", 1, 1)
+    if nodes == 1:
+        if given.integer("node_rank", 0) != 0:
+            raise ValueError(f"{given.shown('node_rank')} needs --nnodes greater than it.")
+        member = Member(world_size=count, local_world_size=count)
+        port = given.integer("port", 0, 0, 65535)
+        return Plan(member=member, host=given.get("host", "127.0.0.1"), ports=(port,))
+    node = given.needed("node_rank", f"--nnodes is {nodes}", "0 on the first host, 1 on the next")
+    if not 0 <= node < nodes:
+        raise ValueError(
+            f"--node-rank is {node} but --nnodes is {nodes}: node ranks go from 0 to {nodes - 1}. "
+            "Start each host with its own --node-rank."
+        )
+    return Plan(
+        member=Member(rank=node * count, world_size=nodes * count, local_world_size=count),
+        host=given.host(f"--nnodes is {nodes}"),
+        ports=(given.integer("port", DEFAULT_PORT, 1, 65535),),
+        serve=node == 0,
+    )
+
+
+def _one_rank(given: Settings) -> Plan:
+    """This process as one rank; the roll call finds out which ranks share its host."""
+    given.refuse(
+        "does not go with --rank, which is one process per command. For several processes per "
+        "host use --nnodes, --node-rank and --nproc-per-node.",
+        *("nnodes", "node_rank", "nproc_per_node"),
+        unless_single=True,
+    )
+    size = given.needed("world_size", "--rank is given", "the number of ranks in the run")
+    size = checked_count("--world-size", size, 1)
+    found = f"--world-size is {size}"
+    rank = given.needed("rank", found, "0 for the first process, 1 for the next")
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"--rank is {rank} but --world-size is {size}: ranks go from 0 to {size - 1}. Start "
+            "each process with its own --rank."
+        )
+    return Plan(
+        member=Member(rank=rank, world_size=size, local_rank=-1 if size > 1 else 0),
+        host=given.host(found) if size > 1 else "127.0.0.1",
+        ports=(given.integer("port", DEFAULT_PORT, 1, 65535),),
+        serve=rank == 0,
+    )

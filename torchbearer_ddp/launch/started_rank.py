@@ -1,0 +1,149 @@
+"""One rank that the launcher has started: its process, and what it has reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+from torchbearer_ddp.errors import DistributedError, LaunchError
+from torchbearer_ddp.group import failures
+
+_READ_BYTES = 1 << 16
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+class StartedRank:
+    """A started process that writes its report, and then its pickled result, into a pipe."""
+
+    def __init__(self, rank: int, command: list[str], task: int, threads: int | None) -> None:
+        self.rank = rank
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self._received = bytearray()
+        #: True once it has written everything that it will write.
+        self.has_reported = False
+        #: True once the launcher has signalled this rank; its exit is then not a failure.
+        self.ended_by_us = False
+        #: Its report, see :func:`torchbearer_ddp.group.failures.report_of`; empty until it comes.
+        self.report: dict[str, Any] = {}
+        environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        # Blocked until child.py has set its handler: Python's start-up would show a traceback.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which
+            # passes it on once, and the rank's own children can be ended with it.
+            self.process = subprocess.Popen(
+                [*command, str(task), str(writer)],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
+                pass_fds=(task, writer),
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.close(writer)
+
+    def read(self) -> None:
+        """Takes what has arrived, so that the rank never waits for the launcher."""
+        with suppress(BlockingIOError):
+            while chunk := os.read(self.reader, _READ_BYTES):
+                self._received += chunk
+            self.has_reported = True
+        if not self.report and b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
+            self.report = json.loads(line)
+
+    def has_ended(self) -> bool:
+        """True once the process is gone and all that it wrote is read."""
+        if self.process.returncode is None:
+            # WNOWAIT: until it is reaped, its process id and group cannot be another process's.
+            if os.waitid(os.P_PID, self.process.pid, _LOOK) is None:
+                return False
+            self.read()
+            if not self.has_result:
+                self.kill()
+            self.process.wait()
+        return True
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to the process, if it still runs."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+    def kill(self) -> None:
+        """Ends the process and all that it has started."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the process if it still runs, and closes the pipe."""
+        self.kill()
+        self.process.wait()
+        os.close(self.reader)
+
+    # How it ended.
+
+    @property
+    def has_result(self) -> bool:
+        """True once its worker's result has come."""
+        return self.report.get("kind") == "result"
+
+    @property
+    def has_failed(self) -> bool:
+        """True once it has reported an error."""
+        return self.report.get("kind") == "error"
+
+    @property
+    def result(self) -> bytes:
+        """What its worker returned, pickled."""
+        return bytes(self._received)
+
+    @property
+    def signal(self) -> int | None:
+        """The signal for which it stopped, if it did."""
+        return self.report.get("signal")
+
+    @property
+    def is_failure(self) -> bool:
+        """True if it ended without its result, or with another exit code than it should."""
+        expected = 128 + self.signal if self.signal else 0
+        succeeded = self.ended_by_us or self.process.returncode == expected
+        return not (self.has_result and succeeded)
+
+    @property
+    def distance(self) -> int:
+        """How far its end is from the first cause: 0 for its own error, 1 for a death."""
+        if not self.has_failed or self.signal:
+            return 4 if self.ended_by_us else 1
+        if not self.report["secondary"]:
+            return 0
+        return 2 if self.report["cause"] is not None else 3
+
+    def what(self) -> str:
+        """What happened to it, in words that follow its name."""
+        if self.has_failed:
+            return str(self.report["what"])
+        code = self.process.returncode
+        if code < 0:
+            hint = " The system does that when memory runs out." if code == -signal.SIGKILL else ""
+            name = signal.Signals(-code).name
+            return f"was killed by {name}.{hint} See its output, and the system's log."
+        return (
+            f"exited with code {code} and without a result: os._exit, or a crash in native code. "
+            "See its output."
+        )
+
+    def error(self) -> DistributedError:
+        """The error to raise for its failure."""
+        if self.report.get("launch"):
+            return LaunchError(self.report["message"])
+        known = {"rank": self.rank, "host": socket.gethostname(), "what": self.what()}
+        known["exitcode"] = self.process.returncode
+        return failures.worker_error({**known, **self.report})
