@@ -16,15 +16,20 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import rendezvous
@@ -34,7 +39,7 @@ from torchbearer_ddp.group.membership import Member
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes longer than most tests.
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks"]
+    ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks", "tests.programs"]
 )
 #: How long the others may take after one has failed, and a rank to end after its result.
 _GRACE_SECONDS = 20.0
@@ -83,6 +88,37 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def run_script(path: Path, *arguments: str, timeout: float = 120.0) -> tuple[int | None, str]:
+    """Runs a file as ``python`` would, in a forked process and the file's folder.
+
+    Returns:
+        The exit code, None if it was still running, and what the script printed.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        process = _context.Process(
+            target=_script_main, args=(path, arguments, reduction.DupFd(output.fileno()))
+        )
+        process.start()
+        process.join(timeout)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join()
+        output.seek(0)
+        return code, output.read()
+
+
+def _script_main(path: Path, arguments: tuple[str, ...], output: Any) -> None:
+    descriptor = output.detach()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(path.parent)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    torch.set_num_threads(1)
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _start(
