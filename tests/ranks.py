@@ -1,9 +1,9 @@
-"""Runs a test body on several real ranks.
+"""Turns a test body into one that runs on several real ranks.
 
 Example: ::
 
     @ranks(2)
-    def test_every_rank_has_joined():
+    def test_everybody_is_here():
         assert collectives.all_gather(collectives.rank(), 'ranks') == [0, 1]
 
 The ranks are forked from a server that has imported torch already (a launch takes a tenth of a
@@ -16,20 +16,14 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import runpy
-import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch
 
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import rendezvous
@@ -79,57 +73,6 @@ def run_ranks(
     """Runs a function on every rank and returns what they returned, by rank."""
     store = rendezvous.serve_store("127.0.0.1", 0, group_timeout)
     payload = cloudpickle.dumps((body, args, kwargs or {}))
-    processes, pipes = _start(_rank_main, payload, world_size, store.port, group_timeout, seed)
-    try:
-        return _collect(pipes, time.monotonic() + timeout, timeout)
-    finally:
-        for process in processes:
-            process.join(0 if sys.exc_info()[0] else _GRACE_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def run_script(path: Path, *arguments: str, timeout: float = 120.0) -> tuple[int | None, str]:
-    """Runs a file as ``python`` would, in a forked process and the file's folder.
-
-    Returns:
-        The exit code, None if it was still running, and what the script printed.
-    """
-    with tempfile.TemporaryFile("w+") as output:
-        process = _context.Process(
-            target=_script_main, args=(path, arguments, reduction.DupFd(output.fileno()))
-        )
-        process.start()
-        process.join(timeout)
-        code = process.exitcode
-        if code is None:
-            process.kill()
-            process.join()
-        output.seek(0)
-        return code, output.read()
-
-
-def _script_main(path: Path, arguments: tuple[str, ...], output: Any) -> None:
-    descriptor = output.detach()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.chdir(path.parent)
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.parent))
-    torch.set_num_threads(1)
-    runpy.run_path(str(path), run_name="__main__")
-
-
-def _start(
-    main: Callable[[bytes, Member, int, Connection], None],
-    payload: bytes,
-    world_size: int,
-    port: int,
-    timeout: float,
-    seed: int | None,
-) -> tuple[list[Any], list[Connection]]:
-    """Forks the ranks, each with one end of a pipe; the other ends are returned with them."""
     processes, pipes = [], []
     for rank in range(world_size):
         receiver, sender = _context.Pipe(duplex=False)
@@ -138,17 +81,24 @@ def _start(
             world_size=world_size,
             local_rank=rank,
             local_world_size=world_size,
-            timeout=timeout,
+            timeout=group_timeout,
             seed=seed,
         )
         process = _context.Process(
-            target=main, args=(payload, member, port, sender), name=f"rank {rank}"
+            target=_rank_main, args=(payload, member, store.port, sender), name=f"rank {rank}"
         )
         process.start()
         sender.close()
         processes.append(process)
         pipes.append(receiver)
-    return processes, pipes
+    try:
+        return _collect(pipes, time.monotonic() + timeout, timeout)
+    finally:
+        for process in processes:
+            process.join(0 if sys.exc_info()[0] else _GRACE_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
@@ -166,7 +116,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
             try:
                 succeeded, value = pipe.recv()
             except EOFError:
-                succeeded, value = False, "the process ended without a result"
+                succeeded, value = False, "the process ended without a word"
             (results if succeeded else errors)[rank] = value
         if errors:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -185,51 +135,4 @@ def _rank_main(payload: bytes, member: Member, port: int, pipe: Connection) -> N
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         pipe.close()
-        os._exit(1)
-
-
-class Killable:
-    """Ranks that report their progress and can all be killed at once.
-
-    Args:
-        body: Called on each rank with a function; what rank zero passes to it is its progress.
-        world_size: The number of ranks.
-    """
-
-    def __init__(self, body: Callable[[Callable[[Any], None]], Any], world_size: int) -> None:
-        self._store = rendezvous.serve_store("127.0.0.1", 0, 30)
-        payload = cloudpickle.dumps(body)
-        self._processes, pipes = _start(
-            _killable_main, payload, world_size, self._store.port, 30, 0
-        )
-        self._progress = pipes[0]
-
-    def wait_for(self, reports: int) -> bool:
-        """Waits for so many reports of rank zero; False if it ended before."""
-        for _ in range(reports):
-            if not self._progress.poll(30):
-                raise AssertionError("no report within 30 s")
-            try:
-                report = self._progress.recv()
-            except EOFError:
-                return False
-            if isinstance(report, str):
-                raise AssertionError(report)
-        return True
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        assert self._processes[0].exitcode == -signal.SIGKILL, "it ended before it was killed"
-
-
-def _killable_main(payload: bytes, member: Member, port: int, pipe: Connection) -> None:
-    try:
-        randomness.seed_all(join(member, "127.0.0.1", port))
-        cloudpickle.loads(payload)(pipe.send if member.rank == 0 else lambda report: None)
-    except BaseException:
-        if member.rank == 0:
-            pipe.send(traceback.format_exc())
         os._exit(1)

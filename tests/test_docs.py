@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import torchbearer_ddp
+from tests.forked import run_script
 from tests.processes import free_port
-from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchbearer_ddp"

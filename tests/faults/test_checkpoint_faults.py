@@ -18,8 +18,9 @@ import torchbearer
 from torchbearer.callbacks import on_step_training
 
 from tests import ranks as ranks_module
+from tests.forked import Killable
 from tests.programs import EPOCHS, assert_same, build, train
-from tests.ranks import Killable, ranks, run_ranks
+from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError
 from torchbearer_ddp.checkpoints import file
 from torchbearer_ddp.checkpoints.folder import Folder
