@@ -25,7 +25,7 @@ from torchbearer_ddp.group.membership import Member
 
 
 def run_script(path: Path, *arguments: str, timeout: float = 120.0) -> tuple[int | None, str]:
-    """Runs a file in its own folder as ``python`` would, without the time that torch's import takes.
+    """Runs a file in its own folder as ``python`` would, but with torch imported already.
 
     Returns:
         The exit code, None if it was still running, and what the script printed.
