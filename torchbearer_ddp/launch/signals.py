@@ -70,7 +70,7 @@ def _restore_in_child() -> None:
 class _Fork(threading.local):
     """The signals that were blocked in this thread before it forked."""
 
-    mask: set[signal.Signals] | None = None
+    mask: set[int | signal.Signals] | None = None
 
 
 _fork = _Fork()
