@@ -1,6 +1,6 @@
 # make run       train the example on two local processes
-# make test      every test that this machine can run
-# make soak      the long fault tests: 200 random scripts of events, 200 kills, 20 launches in a row,
+# make test      every test that this machine can run, and which took longest
+# make soak      the long fault tests: 200 random lists of events, 200 kills, 20 launches in a row,
 #                every failing rank on every transport
 # make lint      ruff and mypy
 # make docs      the documentation, in docs/_build/html
@@ -17,7 +17,7 @@ run: $(VENV)/examples.stamp
 	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=15
 
 slurm-test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm

@@ -1,4 +1,4 @@
-"""The order of the tests, and a look at what they leave behind."""
+"""The order of the tests, and checks that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import proc
+
+pytest_plugins = ["tests.concurrency"]
+
 #: Cheap ones first, so that a simple mistake is found at once.
 _ORDER = (
     "data", "metrics", "group", "gradients", "transports", "checkpoints", "callbacks", "tests",
@@ -19,6 +23,7 @@ _ORDER = (
 )  # fmt: skip
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
 _GRACE_SECONDS = 15.0
+_SEGMENTS = ("torchbearer_ddp", "torch_", "sem.", "psm_")
 _VARIABLES = (
     "CUDA_", "GLOO_", "LOCAL_", "MASTER_", "NCCL_", "OMP_", "RANK", "SLURM", "SUBMITIT",
     "TORCHBEARER_DDP", "TORCHELASTIC", "WORLD_SIZE",
@@ -37,16 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_stays_behind() -> Iterator[None]:
-    """After the last test no process and no shared memory of the run is left.
-
-    A mark in the environment finds every process that a test has started, however it was started
-    and whoever its parent is by now.
-    """
+    """After the last test no process and no shared memory of the run is left."""
     os.environ[_MARK] = uuid.uuid4().hex
     shared = _shared_memory()
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
-    while (left := _marked(os.environ[_MARK])) and time.monotonic() < deadline:
+    while (left := _left_behind(os.environ[_MARK])) and time.monotonic() < deadline:
         time.sleep(0.1)
     del os.environ[_MARK]
     assert not left, f"processes are left behind: {left}"
@@ -67,23 +68,16 @@ def _environment() -> dict[str, str]:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*")}
+    """Segments and semaphores of ours, torch's and Python's; other programs have their own."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(_SEGMENTS)}
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """The processes with this mark, but for this one and the servers that it keeps."""
+def _left_behind(mark: str) -> dict[int, str]:
+    """The processes of this test run, but for this one and the servers that it keeps."""
     servers = {
         os.getpid(),
         forkserver._forkserver._forkserver_pid,
         resource_tracker._resource_tracker._pid,
     }
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if int(entry.name) not in servers and command:
-                    found[int(entry.name)] = command[:200]
-        except OSError:
-            continue  # it has just ended, or is not ours to look at
-    return found
+    pids = set(proc.marked(f"{_MARK}={mark}")) - servers
+    return {pid: line[:200] for pid in pids if (line := proc.command(pid))}

@@ -1,4 +1,4 @@
-"""Starts test programs as a user would, reads what they say, and leaves none of them behind."""
+"""Starts programs as a user would, reads their output, and leaves none of them behind."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
+
+from tests import proc
 
 SCRIPTS = Path(__file__).parent / "launch" / "scripts"
 _ROOT = Path(__file__).parents[1]
 _MARK = "TORCHBEARER_DDP_TEST"
-#: What would make a test's programs believe that something else has started them.
+#: Variables from which a program would conclude that another launcher has started it.
 _FOREIGN = ("SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
 
 
@@ -24,7 +27,8 @@ class Program:
     """One command and all the processes that come of it.
 
     Args:
-        command: The script in ``scripts`` and its arguments, or a whole command with ``raw``.
+        command: A file in ``SCRIPTS`` or the name of a program in ``tests/programs.py``, and its
+            arguments; or a whole command with ``raw``.
         environment: Variables to add.
         raw: True if the command is complete.
         before: A command to run it under, such as ``ip netns exec``.
@@ -37,16 +41,17 @@ class Program:
         raw: bool = False,
         before: tuple[str, ...] = (),
     ) -> None:
-        self._mark = uuid.uuid4().hex
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        clean.update({"PYTHONPATH": str(_ROOT)}, **dict([self._mark.split("=")]))
         if not raw:
-            command = (sys.executable, str(SCRIPTS / command[0]), *command[1:])
+            command = (sys.executable, *python_words(*command))
         self.process = subprocess.Popen(
             [*before, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**clean, "PYTHONPATH": str(_ROOT), _MARK: self._mark, **(environment or {})},
+            env={**clean, **(environment or {})},
             start_new_session=True,
         )
         self.output: list[str] = []
@@ -62,7 +67,7 @@ class Program:
             reader.start()
 
     @staticmethod
-    def _lines(pipe):
+    def _lines(pipe: IO[str]) -> Iterator[str]:
         yield from pipe
 
     def __enter__(self) -> Program:
@@ -78,27 +83,18 @@ class Program:
 
     def alive(self) -> list[int]:
         """The processes that come of this command and still run, itself included."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes()
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if self._mark.encode() in environment and state != "Z":
-                found.append(int(folder.name))
-        return found
+        return proc.marked(self._mark)
 
     def pids(self, world_size: int, seconds: float = 60.0) -> list[int]:
         """The processes of the ranks, once each has printed ``rank R pid P``."""
 
-        def said() -> dict[int, int]:
+        def printed() -> dict[int, int]:
             words = [line.split() for line in self.output if " pid " in line]
             return {int(w[1]): int(w[3]) for w in words}
 
-        until(lambda: len(said()) == world_size or self.process.poll() is not None, seconds)
-        assert len(said()) == world_size, self.text()
-        return [said()[rank] for rank in range(world_size)]
+        until(lambda: len(printed()) == world_size or self.process.poll() is not None, seconds)
+        assert len(printed()) == world_size, self.text()
+        return [printed()[rank] for rank in range(world_size)]
 
     def code(self, seconds: float = 60.0) -> int:
         """Its exit code, once it and all that it has started have ended."""
@@ -111,17 +107,23 @@ class Program:
         return self.process.returncode
 
     def text(self) -> str:
-        """All that it has said so far."""
+        """Its whole output so far."""
         return "".join([*self.output, "--- errors\n", *self.errors])
 
     def said(self) -> str:
-        """What it said on the error channel, without the line that says what was detected."""
+        """Its standard error, without the line that describes the launch."""
         lines = [line for line in self.errors if ", gloo on cpu" not in line]
         return "".join(line for line in lines if "torch/distributed/run.py" not in line)
 
 
+def python_words(name: str, *arguments: str) -> tuple[str, ...]:
+    """What ``python`` or ``torchrun`` is given to run a script or one of ``tests/programs.py``."""
+    start = (str(SCRIPTS / name),) if name.endswith(".py") else ("-m", "tests.programs", name)
+    return (*start, *arguments)
+
+
 def bound(seconds: float) -> float:
-    """Seconds that a promise may take: longer where other work has taken the cores."""
+    """A limit in seconds, longer where the machine is busy."""
     return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 

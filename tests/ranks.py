@@ -34,7 +34,7 @@ from torchbearer_ddp.group.membership import Member
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes longer than most tests.
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks"]
+    ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks", "tests.programs"]
 )
 #: How long the others may take after one has failed, and a rank to end after its result.
 _GRACE_SECONDS = 20.0

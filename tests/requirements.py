@@ -1,24 +1,29 @@
-"""What some tests need from the machine, and what to do where it is missing."""
+"""What some tests need from the machine; where it is missing they are skipped, or fail."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import uuid
+from typing import NoReturn
 
 import pytest
 
+#: Set to anything but 0 where a test that cannot run is a failure, as in CI.
+NO_SKIP = "TORCHBEARER_DDP_NO_SKIP"
 _SLURM_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 
 
-def unavailable(reason: str) -> None:
-    """Skips the test, or fails it where nothing may be skipped (as in CI).
+def unavailable(reason: str) -> NoReturn:
+    """Skips the test, or fails it where nothing may be skipped.
 
     Args:
         reason: What is missing, and how to enable the test.
     """
-    if os.environ.get("TORCHBEARER_DDP_NO_SKIP"):
-        pytest.fail(f"{reason} (TORCHBEARER_DDP_NO_SKIP is set, so this is a failure)")
+    value = os.environ.get(NO_SKIP, "")
+    if value not in ("", "0"):
+        pytest.fail(f"{reason} ({NO_SKIP} is {value}, so this is a failure)")
     pytest.skip(reason)
 
 
@@ -41,7 +46,7 @@ def needs_network_namespaces() -> None:
         )
     if os.geteuid() != 0:
         unavailable("network namespaces need root; run the tests as root, or in a container")
-    name = f"tbd-probe-{os.getpid()}"
+    name = f"tbd-probe-{uuid.uuid4().hex[:8]}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode != 0:
         unavailable(f"no network namespaces here ({made.stderr.strip()}); allow CAP_SYS_ADMIN")

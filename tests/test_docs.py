@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import torchbearer_ddp
+from tests.forked import run_script
 from tests.processes import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,7 @@ def blocks(page: Path, *directives: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The package is found, and one thread is enough: other tests may run beside these."""
+    """The package is found, and one thread is enough: other tests run beside these."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -75,13 +76,17 @@ def program_of(page: Path) -> str:
     )
 
 
+@pytest.mark.concurrent
 @pytest.mark.parametrize("page", [p for p in PAGES if program_of(p)], ids=lambda p: p.name)
 def test_snippets_run(page: Path, tmp_path: Path) -> None:
     program = program_of(page)
-    (tmp_path / "script.py").write_text(program)
-    for flags in [[], ["--nproc-per-node", "2"]] if "run_distributed(" in program else [[]]:
-        result = run([sys.executable, "script.py", *flags], tmp_path)
-        assert result.returncode == 0, f"{page.name} {flags}\n{result.stdout}\n{result.stderr}"
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    code, printed = run_script(script, timeout=SECONDS)
+    assert code == 0, f"{page.name}\n{printed}"
+    if "run_distributed(" in program:
+        result = run([sys.executable, "script.py", "--nproc-per-node", "2"], tmp_path)
+        assert result.returncode == 0, f"{page.name} on 2 ranks\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -90,6 +95,7 @@ def test_snippets_compile(page: Path) -> None:
         ast.parse(block)
 
 
+@pytest.mark.concurrent
 def test_docstring_examples_run(tmp_path: Path) -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -97,9 +103,10 @@ def test_docstring_examples_run(tmp_path: Path) -> None:
         if ">>> " in path.read_text()
     ]
     assert len(modules) > 5
-    (tmp_path / "examples.py").write_text(_DOCTEST_PROGRAM)
-    result = run([sys.executable, "examples.py", *modules], tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    program = tmp_path / "examples.py"
+    program.write_text(_DOCTEST_PROGRAM)
+    code, printed = run_script(program, *modules, timeout=SECONDS)
+    assert code == 0, printed
 
 
 _DOCTEST_PROGRAM = f"""
@@ -185,6 +192,7 @@ print(run_distributed(lambda: (rank(), world_size())))
 """
 
 
+@pytest.mark.concurrent
 @pytest.mark.parametrize("command", runnable_commands())
 def test_commands_start_their_ranks(command: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SUM_PROGRAM)

@@ -19,7 +19,7 @@ from torchbearer.callbacks import (
     on_step_training,
 )
 
-from tests.checkpoint_runs import assert_same, build, network, outcome, train
+from tests.programs import assert_same, build, network, outcome, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly
 from torchbearer_ddp.checkpoints import contents, file

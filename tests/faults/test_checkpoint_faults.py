@@ -18,7 +18,8 @@ import torchbearer
 from torchbearer.callbacks import on_step_training
 
 from tests import ranks as ranks_module
-from tests.checkpoint_runs import EPOCHS, Killable, assert_same, build, train
+from tests.forked import Killable
+from tests.programs import EPOCHS, assert_same, build, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError
 from torchbearer_ddp.checkpoints import file

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from torchbearer_ddp.group import debug
 from torchbearer_ddp.launch.flags import merge, read_flags
 from torchbearer_ddp.launch.planner import make_plan
 
-TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
+TRAINING = (sys.executable, "-m", "tests.programs", "train")
 HOST = socket.gethostname()
 
 

@@ -1,18 +1,20 @@
-"""Strangers on the rendezvous port, and a network that is cut."""
+"""Foreign connections to the rendezvous port, and a network that fails."""
 
 import contextlib
 import json
 import re
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 
+import pytest
+
+from tests import proc
 from tests.hosts import hosts
 from tests.processes import Program, bound, free_port, until
 
-TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
+pytestmark = pytest.mark.concurrent(4)
+
 CUT_SECONDS = 3.0
 IDLE = 200
 NOISE = (b"\0\xff" * 4096, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x80\x04\x95pickle", b"")
@@ -22,7 +24,7 @@ def training(rank, address, port, *flags, before=()):
     """One rank of two; through the network, because these hosts share the memory of one machine."""
     flags = ("--transport", "gloo", *flags)
     place = ("--world-size", "2", "--rank", str(rank), "--host", address, "--port", str(port))
-    return Program(*TRAINING, *place, *flags, raw=True, before=before)
+    return Program("train", *place, *flags, before=before)
 
 
 def assert_well_ended(*programs, seconds=60.0):
@@ -97,22 +99,12 @@ def test_a_network_that_is_cut_for_a_moment_is_survived():
             assert_well_ended(zero, one)
 
 
-def connection(program, port):
-    """The local end of a program's connection to a port, if it has one that is established."""
-    for name in ("tcp", "tcp6"):
-        table = Path(f"/proc/{program.process.pid}/net/{name}").read_text()
-        for line in table.splitlines()[1:]:
-            local, remote, state = line.split()[1:4]
-            if state == "01" and int(remote.partition(":")[2], 16) == port:
-                return local
-    return None
-
-
 def stays_connected(program, port, seconds=0.5):
     """True if one and the same connection is there for a while: a store, not a first probe."""
-    found, deadline = connection(program, port), time.monotonic() + seconds
+    pid = program.process.pid
+    found, deadline = proc.connection_to(pid, port), time.monotonic() + seconds
     while found and time.monotonic() < deadline:
-        if connection(program, port) != found:
+        if proc.connection_to(pid, port) != found:
             return False
     return found is not None
 
@@ -123,12 +115,8 @@ def test_a_network_that_is_cut_in_the_roll_call_ends_both_sides_at_the_timeout()
     with hosts(2) as (first, second):
         store = ("--host", first.address, "--port", "29500")
         with (
-            Program(
-                *TRAINING, *place, *store, "--rank", "0", raw=True, before=first.command
-            ) as zero,
-            Program(
-                *TRAINING, *place, *store, "--rank", "1", raw=True, before=second.command
-            ) as one,
+            Program("train", *place, *store, "--rank", "0", before=first.command) as zero,
+            Program("train", *place, *store, "--rank", "1", before=second.command) as one,
         ):
             until(lambda: stays_connected(one, 29500), 60)
             second.link("down")

@@ -1,4 +1,4 @@
-"""A rank fails or freezes in mid-training: under every launcher and transport all end right."""
+"""A rank fails or freezes during training: under every launcher and transport all ranks end."""
 
 import contextlib
 import json
@@ -8,22 +8,21 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.processes import Program, bound, free_port, until
+from tests.processes import Program, bound, free_port, python_words, until
 
-TRAINING = str(Path(__file__).with_name("training.py"))
+pytestmark = pytest.mark.concurrent
 #: Every rank is gone this long after the fault, or after the timeout that finds it.
 BOUND = 8.0
 HOST = socket.gethostname()
-#: What comes before the fault, or is torchrun's own.
+#: Lines that come before the fault, or are torchrun's own.
 PREAMBLE = re.compile(r", gloo on cpu|gradients: |torch/distributed/|OMP_NUM_THREADS|^\*+$|^$")
 
 
 class Run:
-    """Two ranks in mid-training, started as a user would, in one terminal or in two."""
+    """Two ranks that train, started as a user would, in one terminal or in two."""
 
     def __init__(self, launcher, programs):
         self.launcher, self.programs = launcher, programs
@@ -36,7 +35,7 @@ class Run:
         return [program.process.pid for program in self.programs]
 
     def terminal(self, rank):
-        """Where a rank's words can be read."""
+        """The program in whose output a rank's messages are."""
         return self.programs[rank if self.launcher == "rank" else 0]
 
     def assert_ended(self, seconds, codes):
@@ -52,8 +51,9 @@ class Run:
 
 @contextlib.contextmanager
 def running(launcher, transport, *, timeout=30.0, events=()):
-    script = (TRAINING, "--transport", transport, "--steps", "100000", "--pause", "0.01")
-    command = (*script, "--timeout", str(timeout), "--events", json.dumps(events))
+    flags = ("--transport", transport, "--steps", "100000", "--pause", "0.01")
+    more = ("--timeout", str(timeout), "--events", json.dumps(events))
+    command = python_words("train", *flags, *more)
     place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()), "--rank")
     starts = {
         "spawn": [(*command, "--nproc-per-node", "2")],
@@ -67,18 +67,18 @@ def running(launcher, transport, *, timeout=30.0, events=()):
         )
 
 
-def first_words(program):
-    """What the user reads first after the lines that say what was started."""
+def first_line(program):
+    """What the user reads first after the lines that describe the launch."""
     return next((line for line in program.errors if not PREAMBLE.search(line)), "")
 
 
-def ours(program):
-    """All that the library says, but for what was started."""
+def messages(program):
+    """The library's own lines after those that describe the launch."""
     lines = (line for line in program.errors if line.startswith("torchbearer_ddp: "))
     return [line for line in lines if not PREAMBLE.search(line)]
 
 
-WORDS = {
+CAUSES = {
     "raise": "raised ValueError: a bad sample",
     "exit": "called sys.exit(3)",
     "_exit": "exited with code 1 and without a result",
@@ -88,7 +88,7 @@ CODES = {"raise": 1, "exit": 3, "_exit": 1, "kill": -signal.SIGKILL}
 
 
 def by_transport(*cases):
-    """Gives each case a transport, by turns; in ``make soak`` every case has both."""
+    """Alternates the transports over the cases; in ``make soak`` every case has both."""
     both = ("shm", "gloo")
     return [
         (*case, transport)
@@ -109,24 +109,26 @@ def test_a_rank_fails(launcher, event, on, transport):
         codes = [CODES[event] if rank == on else 1 for rank in (0, 1)]
         run.assert_ended(BOUND, codes if launcher == "rank" else [1])
         survivor = run.terminal(1 - on)
-        spoke = event in ("raise", "exit")
-        cause = f"torchbearer_ddp: Rank {on} on {HOST} {WORDS[event]}"
-        if launcher != "spawn" and not spoke:  # only its parent, which is not ours, knows how
+        reported = event in ("raise", "exit")
+        cause = f"torchbearer_ddp: Rank {on} on {HOST} {CAUSES[event]}"
+        if launcher != "spawn" and not reported:
+            # Only its parent, which is not ours, knows how it ended.
             cause = f"torchbearer_ddp: Lost connection to rank {on} on {HOST}. It was killed"
-        assert first_words(survivor).startswith(cause), run.text()
-        if spoke:
-            # It is said in full once, by the rank itself, and marked where another repeats it.
-            assert first_words(run.terminal(on)).startswith(cause), run.text()
-            assert run.text().count("in train\n") == (2 if launcher == "torchrun" else 1)
-            lines = [line for program in run.programs for line in ours(program)]
-            mark = f"(Rank {1 - on} stopped because of it.)\n"
+        assert first_line(survivor).startswith(cause), run.text()
+        if reported:
+            # Once in full, by the rank itself, and with a note where another rank repeats it.
+            assert first_line(run.terminal(on)).startswith(cause), run.text()
+            tracebacks = 2 if launcher == "torchrun" else 1
+            assert run.text().count("in train_with_events\n") == tracebacks
+            lines = [line for program in run.programs for line in messages(program)]
+            note = f"(Rank {1 - on} stopped because of it.)\n"
             repeated = [] if launcher == "spawn" else [True]
-            assert sorted(line.endswith(mark) for line in lines) == [False, *repeated]
+            assert sorted(line.endswith(note) for line in lines) == [False, *repeated]
         assert "run_distributed" not in run.text().partition("torch.distributed.run")[0]
         if launcher == "torchrun":
             root = run.text().partition("Root Cause (first observed failure):")[2]
             assert f"rank      : {on} (local_rank: {on})" in root
-            assert (WORDS[event] if spoke else f"exitcode  : {CODES[event]} ") in root
+            assert (CAUSES[event] if reported else f"exitcode  : {CODES[event]} ") in root
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_frozen_rank_is_named_at_the_timeout(launcher, on, transport):
         survivor = run.terminal(1 - on)
         cause = f"torchbearer_ddp: Rank {on} on {HOST} did not answer within {timeout:g} s"
         until(lambda: pids[1 - on] not in survivor.alive(), timeout + BOUND)
-        if launcher != "spawn":  # nobody of ours may end it; as soon as it wakes, it ends itself
+        if launcher != "spawn":  # its parent is not ours; as soon as it continues, it ends itself
             os.kill(pids[on], signal.SIGCONT)
         run.assert_ended(BOUND, [1] * len(run.programs))
-        assert first_words(survivor).startswith(cause), run.text()
+        assert first_line(survivor).startswith(cause), run.text()

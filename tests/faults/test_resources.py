@@ -1,4 +1,4 @@
-"""Memory runs out, helpers die: the run ends right and says whose fault it was."""
+"""Memory runs out, helper processes die: the run ends and the error names the rank."""
 
 import argparse
 import multiprocessing
@@ -9,19 +9,20 @@ import time
 
 import pytest
 import torch
-import torchbearer
 from torch.utils.data import DataLoader, Dataset
 
-from tests.faults.training import launch, train
+from tests.programs import launch, short_trial, train_with_events
 from torchbearer_ddp import ShardData, SyncGradients, WorkerError, data_parallel, run_distributed
 from torchbearer_ddp.group import collectives
+
+pytestmark = pytest.mark.concurrent
 
 HOST = socket.gethostname()
 
 
 def test_out_of_memory_names_the_rank():
     with pytest.raises(WorkerError, match="allocate memory") as caught:
-        launch(train, [{"rank": 1, "step": 3, "do": "exhaust"}])
+        launch(train_with_events, [{"rank": 1, "step": 3, "do": "exhaust"}])
     assert str(caught.value).startswith(f"Rank 1 on {HOST} raised RuntimeError")
     assert caught.value.rank == 1
 
@@ -45,14 +46,7 @@ class Deadly(Dataset):
 
 
 def fit(loader, *callbacks):
-    model = torch.nn.Linear(4, 2)
-    trial = torchbearer.Trial(
-        model,
-        torch.optim.SGD(model.parameters(), 0.01),
-        torch.nn.functional.mse_loss,
-        callbacks=list(callbacks),
-        verbose=0,
-    )
+    trial = short_trial(torch.nn.Linear(4, 2), torch.nn.functional.mse_loss, *callbacks)
     return trial.with_train_generator(loader).run(1)
 
 
@@ -86,6 +80,11 @@ def test_a_loader_of_the_user_s_own_is_shorter_on_one_rank():
 
 
 def use_a_pool(seconds):
+    for _ in range(100):  # a signal that arrives while the helper starts
+        if not (helper := os.fork()):
+            time.sleep(60)
+        os.kill(helper, signal.SIGTERM)
+        assert os.waitpid(helper, 0)[1] == signal.SIGTERM
     with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends them with SIGTERM
         squares = pool.map(abs, [-2, 3])
     fit(DataLoader(Deadly("not")), SyncGradients(), ShardData())

@@ -1,9 +1,8 @@
-"""Nobody gets in: what listens, what is unpickled, what a failing rank can do to its launcher."""
+"""What listens, what is unpickled, and what a failing rank can do to its launcher."""
 
 import ast
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import cloudpickle
@@ -11,50 +10,30 @@ import pytest
 import torch
 
 import torchbearer_ddp
-from tests.faults.training import launch, train
+from tests import proc
 from tests.processes import Program
+from tests.programs import launch, train_with_events
 from tests.ranks import run_ranks
 from torchbearer_ddp import WorkerError
 from torchbearer_ddp.group import collectives, wire
 
 PACKAGE = Path(torchbearer_ddp.__file__).parent
-TRAINING = (sys.executable, str(Path(__file__).with_name("training.py")))
 #: Loopback as the kernel writes it: IPv4, IPv6, and IPv4 within IPv6.
 LOOPBACK = ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F")
-LISTENS = "0A"
-
-
-def listening(pid):
-    """The addresses that a process listens on, in the kernel's own writing."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[len("socket:[") : -1])
-    found = []
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == LISTENS and fields[9] in inodes:
-                found.append(fields[1].partition(":")[0])
-    return found
 
 
 def test_a_local_run_listens_on_loopback_only():
     flags = ("--nproc-per-node", "2", "--steps", "10000", "--pause", "0.05")
-    with Program(*TRAINING, *flags, raw=True) as program:
+    with Program("train", *flags) as program:
         ranks = program.pids(2)
         for pid in (program.process.pid, *ranks):
-            addresses = listening(pid)
+            addresses = proc.listening_addresses(pid)
             assert addresses, "nothing was found, so nothing was tested"
             assert set(addresses) <= set(LOOPBACK)
 
 
-#: Who may pickle, and what: the worker on its way to a process that the same user has started, and
-#: its result. A checkpoint's file only names the error that a bad file raises.
+#: The modules that may pickle: a worker that is sent to a process which the same user has started,
+#: and its result. A checkpoint's file only names the error that a bad file raises.
 MAY_PICKLE = {
     "launch/rank.py": {"cloudpickle"},
     "launch/supervisor.py": {"cloudpickle"},
@@ -94,7 +73,7 @@ def train_without_pickle():
         value = {"text": "a", "list": [1, 2.5, None], "bytes": b"\x80", "tensor": torch.ones(2)}
         everyone = collectives.all_gather(value, "plain data")
         assert everyone[1]["list"] == collectives.broadcast(value, "plain data")["list"]
-        steps, _ = train([])
+        steps, _ = train_with_events([])
     return steps
 
 

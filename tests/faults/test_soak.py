@@ -1,4 +1,4 @@
-"""Scripts of random events, many ranks on few cores, launch after launch: all of it ends right."""
+"""Random events, many ranks on few cores, many launches in a row."""
 
 import gc
 import os
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.training import launch, train
+from tests import proc
 from tests.processes import bound
+from tests.programs import launch, train_with_events
 from tests.ranks import run_ranks
 from torchbearer_ddp import WorkerError, rank
 from torchbearer_ddp.checkpoints import file
@@ -37,13 +38,14 @@ def script(number):
 def expected(events):
     """How many steps there are, and the events that may be the cause if they end badly."""
     stops = [event["step"] for event in events if event["do"] == "stop"]
-    # A wish travels with the next gradient.
+    # A request to stop is sent with the next gradients.
     last = min([STEPS - 1, *(step + 1 for step in stops)])
     fatal = [e for e in events if e["do"] in FATAL and e["step"] <= last]
     first = min((event["step"] for event in fatal), default=None)
     return last + 1, [event for event in fatal if event["step"] == first]
 
 
+@pytest.mark.concurrent
 @pytest.mark.parametrize("number", range(SCRIPTS))
 def test_a_script_of_events_ends_right(number, tmp_path):
     world_size, transport, events = script(number)
@@ -53,12 +55,12 @@ def test_a_script_of_events_ends_right(number, tmp_path):
     options = {"transport": transport, "folder": str(folder), "world_size": world_size}
     if causes:
         with pytest.raises(WorkerError) as caught:
-            launch(train, events, STEPS, **options)
+            launch(train_with_events, events, STEPS, **options)
         host = socket.gethostname()
         heads = [f"Rank {e['rank']} on {host} {FATAL[e['do']]}" for e in causes]
         assert str(caught.value).startswith(tuple(heads)), events
     else:
-        results = launch(train, events, STEPS, **options)
+        results = launch(train_with_events, events, STEPS, **options)
         assert results == [results[0]] * world_size, events
         assert results[0][0] == steps, events
     assert time.monotonic() - started < bound(30)
@@ -72,7 +74,7 @@ def test_a_script_of_events_ends_right(number, tmp_path):
 
 
 def overload(transport, steps):
-    return train([], steps, transport=transport)
+    return train_with_events([], steps, transport=transport)
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -85,11 +87,8 @@ def test_a_thousand_steps_of_eight_ranks(transport):
 
 def belongings():
     """What a launch could leave behind: children, descriptors, shared memory."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    threads = [path.name for path in Path("/proc/self/task").iterdir()]
-    descriptors = sorted(path.name for path in Path("/proc/self/fd").iterdir())
     mine = [p.name for p in Path("/dev/shm").iterdir() if p.name.startswith("torchbearer_ddp")]
-    return len(children), len(threads), len(descriptors), mine
+    return len(proc.children()), proc.count_threads(), proc.count_descriptors(), mine
 
 
 def test_launches_in_a_row_leave_nothing_behind():
@@ -98,7 +97,7 @@ def test_launches_in_a_row_leave_nothing_behind():
     for number in range(LAUNCHES):
         if number % 3 == 2:
             with pytest.raises(WorkerError, match="a bad sample"):
-                launch(train, [{"rank": 1, "step": 1, "do": "raise"}])
+                launch(train_with_events, [{"rank": 1, "step": 1, "do": "raise"}])
         else:
             assert launch(rank) == [0, 1]
     gc.collect()  # what a caught error held

@@ -1,4 +1,4 @@
-"""One rank wants to stop: all stop at the same step, with equal parameters; and impatient users."""
+"""One rank stops: all stop at the same step, with equal parameters. And repeated signals."""
 
 import signal
 import sys
@@ -8,8 +8,8 @@ import pytest
 import torchbearer
 from torchbearer.callbacks import EarlyStopping, TerminateOnNaN, on_step_training
 
-from tests.faults.training import train
 from tests.processes import Program, bound, until
+from tests.programs import train_with_events
 from tests.ranks import run_ranks
 from torchbearer_ddp.checkpoints import file
 from torchbearer_ddp.group import collectives
@@ -31,11 +31,11 @@ def note_own_progress(state):
 
 def stop_on_nan():
     nan = {"rank": 1, "step": 3, "do": "nan"}
-    return train([nan], callbacks=[note_own_loss, TerminateOnNaN(monitor="own")])
+    return train_with_events([nan], callbacks=[note_own_loss, TerminateOnNaN(monitor="own")])
 
 
 def test_nan_on_one_rank():
-    # Seen by rank one after step 3, and told to the other with the gradients of step 4.
+    # Found by rank one after step 3, and sent to the other rank with the gradients of step 4.
     (steps, parameters), other = run_ranks(stop_on_nan, 2)
     assert steps == 5
     assert other == (steps, parameters)
@@ -43,7 +43,7 @@ def test_nan_on_one_rank():
 
 def stop_early():
     stopping = EarlyStopping(monitor="own", mode="min", patience=3, step_on_batch=True)
-    return train([], callbacks=[note_own_progress, stopping])
+    return train_with_events([], callbacks=[note_own_progress, stopping])
 
 
 def test_an_early_stop_on_one_rank():
@@ -54,7 +54,7 @@ def test_an_early_stop_on_one_rank():
 
 SLOW_DISK = """
 import os, sys, time
-from tests.faults.training import train
+from tests.programs import train_with_events
 from torchbearer_ddp import run_distributed
 
 sync, seconds = os.fsync, float(sys.argv[2])
@@ -66,12 +66,13 @@ def slowly(descriptor):
 
 def train_on_it(folder):
     os.fsync = slowly
-    train([], 10**6, folder=folder, pause=0.01)
+    train_with_events([], 10**6, folder=folder, pause=0.01)
 
 run_distributed(train_on_it, (sys.argv[1],))
 """
 
 
+@pytest.mark.concurrent(4)
 @pytest.mark.parametrize(
     ("ranks", "end", "seconds", "grace"),
     [

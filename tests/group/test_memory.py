@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from tests.faults.training import launch
+from tests.programs import launch
 from tests.ranks import ranks
 from torchbearer_ddp.group import memory
 

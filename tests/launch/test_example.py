@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy
 import pytest
 
+pytestmark = pytest.mark.concurrent
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mnist_ddp.py"
 
 

@@ -2,8 +2,12 @@
 
 import sys
 
+import pytest
+
 from tests.hosts import hosts
 from tests.processes import SCRIPTS, Program, free_port
+
+pytestmark = pytest.mark.concurrent
 
 SUM = str(SCRIPTS / "sum.py")
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.processes import Program, free_port
 
+pytestmark = pytest.mark.concurrent(4)
+
 TIMEOUT = 4.0
 HOST = socket.gethostname()
 

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from tests.processes import SCRIPTS, Program, free_port, until
+from tests.processes import Program, free_port, python_words, until
+
+pytestmark = pytest.mark.concurrent
 
 BOUND = 5.0
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
@@ -14,7 +16,7 @@ SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
 
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_training_stops_when_the_launcher_gets_a_signal(signum, code):
-    with Program("misbehave.py", "polite", "--nproc-per-node", "2") as program:
+    with Program("steps", "polite", "--nproc-per-node", "2") as program:
         program.pids(2)
         program.process.send_signal(signum)
         assert program.code(BOUND) == code, program.text()
@@ -23,7 +25,7 @@ def test_training_stops_when_the_launcher_gets_a_signal(signum, code):
 
 
 def test_ctrl_c_in_the_terminal_reaches_every_rank_once():
-    with Program("misbehave.py", "polite", "--nproc-per-node", "2") as program:
+    with Program("steps", "polite", "--nproc-per-node", "2") as program:
         program.pids(2)
         os.killpg(program.process.pid, signal.SIGINT)
         assert program.code(BOUND) == 130, program.text()
@@ -32,7 +34,7 @@ def test_ctrl_c_in_the_terminal_reaches_every_rank_once():
 
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_training_stops_when_one_rank_gets_a_signal(signum, code):
-    with Program("misbehave.py", "polite", "--nproc-per-node", "2") as program:
+    with Program("steps", "polite", "--nproc-per-node", "2") as program:
         os.kill(program.pids(2)[1], signum)
         assert program.code(BOUND) == code, program.text()
         assert sorted(program.output[-2:]) == ["rank 0 saved\n", "rank 1 saved\n"]
@@ -41,7 +43,7 @@ def test_training_stops_when_one_rank_gets_a_signal(signum, code):
 
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_a_worker_that_never_asks_is_interrupted(signum, code):
-    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+    with Program("steps", "none", "--nproc-per-node", "2") as program:
         program.pids(2)
         program.process.send_signal(signum)
         assert program.code(BOUND) == code, program.text()
@@ -50,14 +52,14 @@ def test_a_worker_that_never_asks_is_interrupted(signum, code):
 
 
 def test_one_rank_that_never_asks_gets_a_signal():
-    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+    with Program("steps", "none", "--nproc-per-node", "2") as program:
         os.kill(program.pids(2)[1], signal.SIGTERM)
         assert program.code(BOUND) == 143, program.text()
         assert program.said() == "torchbearer_ddp: rank 1 got SIGTERM, all ranks have ended\n"
 
 
 def test_the_grace_is_bounded():
-    with Program("misbehave.py", "stubborn", "--nproc-per-node", "2", "--grace", "1") as program:
+    with Program("steps", "stubborn", "--nproc-per-node", "2", "--grace", "1") as program:
         program.pids(2)
         program.process.terminate()
         assert program.code(1 + BOUND) == 143, program.text()
@@ -65,7 +67,7 @@ def test_the_grace_is_bounded():
 
 
 def test_the_grace_is_bounded_for_a_frozen_rank():
-    with Program("misbehave.py", "polite", "--nproc-per-node", "2", "--grace", "1") as program:
+    with Program("steps", "polite", "--nproc-per-node", "2", "--grace", "1") as program:
         os.kill(program.pids(2)[1], signal.SIGSTOP)
         program.process.terminate()
         assert program.code(1 + BOUND) == 143, program.text()
@@ -73,7 +75,7 @@ def test_the_grace_is_bounded_for_a_frozen_rank():
 
 
 def test_a_signal_while_the_ranks_start():
-    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+    with Program("steps", "none", "--nproc-per-node", "2") as program:
         until(lambda: len(program.alive()) == 3, 60)
         program.process.send_signal(signal.SIGINT)
         assert program.code(BOUND) == 130, program.text()
@@ -84,8 +86,8 @@ def test_the_grace_is_bounded_without_a_launcher():
     port = str(free_port())
     flags = ("stubborn", "--world-size", "2", "--host", "127.0.0.1", "--port", port)
     with (
-        Program("misbehave.py", *flags, "--grace", "1", "--rank", "1") as one,
-        Program("misbehave.py", *flags, "--grace", "1", "--rank", "0") as zero,
+        Program("steps", *flags, "--grace", "1", "--rank", "1") as one,
+        Program("steps", *flags, "--grace", "1", "--rank", "0") as zero,
     ):
         until(lambda: zero.output and one.output, 60)
         one.process.terminate()
@@ -98,8 +100,8 @@ def test_training_stops_without_a_launcher():
     port = str(free_port())
     flags = ("polite", "--world-size", "2", "--host", "127.0.0.1", "--port", port, "--rank")
     with (
-        Program("misbehave.py", *flags, "1") as one,
-        Program("misbehave.py", *flags, "0") as zero,
+        Program("steps", *flags, "1") as one,
+        Program("steps", *flags, "0") as zero,
     ):
         until(lambda: zero.output and one.output, 60)
         one.process.terminate()
@@ -109,8 +111,8 @@ def test_training_stops_without_a_launcher():
 
 
 def test_training_stops_under_torchrun():
-    script = (str(SCRIPTS / "misbehave.py"), "polite")
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *script)
+    program = python_words("steps", "polite")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *program)
     with Program(sys.executable, *command, raw=True) as program:
         program.pids(2)
         program.process.terminate()
@@ -120,7 +122,7 @@ def test_training_stops_under_torchrun():
 
 
 def test_one_process_is_interrupted_as_any_other():
-    with Program("misbehave.py", "none", "--on", "5") as program:
+    with Program("steps", "none", "--on", "5") as program:
         program.pids(1)
         program.process.send_signal(signal.SIGINT)
         assert program.code(BOUND) == -signal.SIGINT

@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import Program, free_port, until
 
+pytestmark = pytest.mark.concurrent
+
 #: Every rank is gone this long after the fault.
 BOUND = 5.0
 HOST = socket.gethostname()
@@ -23,7 +25,7 @@ def cause_of(program):
 
 def test_a_rank_fails_while_another_is_frozen():
     flags = ("none", "--nproc-per-node", "3")
-    with Program("misbehave.py", *flags) as program:
+    with Program("steps", *flags) as program:
         pids = program.pids(3)
         os.kill(pids[2], signal.SIGSTOP)
         os.kill(pids[1], signal.SIGKILL)
@@ -34,7 +36,7 @@ def test_a_rank_fails_while_another_is_frozen():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_rank_survives_its_launcher(frozen):
-    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+    with Program("steps", "none", "--nproc-per-node", "2") as program:
         pids = program.pids(2)
         if frozen:
             os.kill(pids[1], signal.SIGSTOP)
@@ -43,14 +45,14 @@ def test_no_rank_survives_its_launcher(frozen):
 
 
 def test_no_rank_survives_a_launcher_that_is_killed_at_once():
-    with Program("misbehave.py", "none", "--nproc-per-node", "2") as program:
+    with Program("steps", "none", "--nproc-per-node", "2") as program:
         until(lambda: len(program.alive()) == 3, 60)
         program.process.kill()
         until(lambda: not program.alive(), BOUND)
 
 
 def test_a_result_that_cannot_be_sent():
-    with Program("misbehave.py", "return", "--nproc-per-node", "2") as program:
+    with Program("steps", "return", "--nproc-per-node", "2") as program:
         assert program.code() == 1
         expected = "torchbearer_ddp: Rank 1 returned a builtins.generator, which cannot be sent"
         assert program.said().startswith(expected), program.text()
@@ -58,7 +60,7 @@ def test_a_result_that_cannot_be_sent():
 
 
 def test_an_early_end_without_an_error_is_none():
-    with Program("misbehave.py", "leave", "--nproc-per-node", "2") as program:
+    with Program("steps", "leave", "--nproc-per-node", "2") as program:
         assert program.code() == 0, program.text()
         assert program.output[-1] == "['done', None]\n"
 
@@ -69,8 +71,8 @@ def test_a_rank_of_another_node_fails(event, on):
     port = str(free_port())
     flags = (event, "--on", str(on), "--nnodes", "2", "--host", "127.0.0.1", "--port", port)
     with (
-        Program("misbehave.py", *flags, "--node-rank", "1", "--nproc-per-node", "1") as second,
-        Program("misbehave.py", *flags, "--node-rank", "0", "--nproc-per-node", "1") as first,
+        Program("steps", *flags, "--node-rank", "1", "--nproc-per-node", "1") as second,
+        Program("steps", *flags, "--node-rank", "0", "--nproc-per-node", "1") as first,
     ):
         until(lambda: first.output and second.output, 60)
         for program in (first, second):

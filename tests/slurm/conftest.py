@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import proc
+from tests.programs import PATIENCE, train_and_hold
 from tests.requirements import needs_slurm
-from tests.slurm import training
-from torchbearer_ddp.launch.submission import submit_slurm
+from torchbearer_ddp import submit_slurm
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parent.parent
-#: The controller, two nodes, the accounting.
-_PORTS = 4
-PATIENCE = 120.0
+#: The controller, six nodes, the accounting.
+_PORTS = 8
 
 
 class Cluster:
@@ -57,7 +59,7 @@ class Cluster:
         files = list((self.state / "run").glob("*.pid"))
         pids = [int(path.read_text()) for path in files if not path.name.startswith("own.")]
         self._guard.communicate(timeout=PATIENCE)
-        return [pid for pid in pids if _runs(pid)]
+        return [pid for pid in pids if proc.is_running(pid)]
 
     def command(self, *words: str) -> str:
         """What a command of Slurm prints."""
@@ -68,15 +70,16 @@ class Cluster:
     def state_of(self, job_id: str) -> str:
         return self.command("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T")
 
-    def live_jobs(self) -> str:
-        """The jobs that wait or run; an earlier test's may still be completing."""
-        return self.command("squeue", "-h", "-t", "PENDING,RUNNING")
+    def live_jobs(self, text: str) -> list[str]:
+        """The jobs that wait or run and have this text in their name or folder."""
+        jobs = self.command("squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%i %j %Z").splitlines()
+        return [job for job in jobs if text in job]
 
     def crash(self, node: str) -> None:
         """Takes a node away with all that runs on it, as a power cut would."""
-        marks = {f"SLURM_CONF={self.state}/slurm.conf".encode(), f"SLURMD_NODENAME={node}".encode()}
-        tasks = [pid for pid in _pids() if marks <= set(_environment(pid).split(b"\0"))]
-        daemons = {_parent(pid) for pid in tasks if _name(_parent(pid)) == "slurmstepd"}
+        tasks = proc.marked(f"SLURM_CONF={self.state}/slurm.conf", f"SLURMD_NODENAME={node}")
+        parents = {proc.parent(pid) for pid in tasks}
+        daemons = [pid for pid in parents if proc.name(pid) == "slurmstepd"]
         slurmd = int((self.state / "run" / f"slurmd.node{node[-1]}.pid").read_text())
         for pid in (slurmd, *daemons, *tasks):
             os.kill(pid, signal.SIGKILL)
@@ -84,30 +87,30 @@ class Cluster:
         self.command("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
 
 
-def _pids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition, up to the patience of these tests."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s"
+        time.sleep(0.1)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+class LoggedLines(logging.Handler):
+    """What the package logs while this is open, in all threads."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
 
-def _environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
+    def __enter__(self) -> list[str]:
+        logging.getLogger("torchbearer_ddp").addHandler(self)
+        return self.lines
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().split("(", 1)[1].rsplit(")", 1)[0]
+    def __exit__(self, *exc: object) -> None:
+        logging.getLogger("torchbearer_ddp").removeHandler(self)
 
 
 def _free_ports() -> int:
@@ -127,79 +130,37 @@ def _free_ports() -> int:
                 each.close()
 
 
-@pytest.fixture(scope="session")
-def _running() -> Iterator[Cluster]:
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[Cluster]:
+    """The cluster, with this process as its login node."""
     needs_slurm()
     # A short path of its own: those of sockets are limited to about 100 characters.
     state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    cluster = Cluster(state, _free_ports())
+    running = Cluster(state, _free_ports())
     try:
-        cluster.start()
-        yield cluster
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "SUBMITIT_"))]:
+                patch.delenv(name)
+            patch.setenv("SLURM_CONF", str(state / "slurm.conf"))
+            patch.setenv("PYTHONPATH", str(_ROOT))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            running.start()
+            yield running
     finally:
-        left = cluster.stop()
+        left = running.stop()
     assert not left, f"daemons that did not end: {left}"
 
 
-@pytest.fixture
-def cluster(_running: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The cluster, with this process as its login node; no job of a test outlives it."""
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "SUBMITIT_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_CONF", str(_running.state / "slurm.conf"))
-    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield _running
-    _running.command("scancel", "--me")
-
-
-@pytest.fixture
-def wait_until() -> Callable[[Callable[[], bool]], None]:
-    """Waits for a condition, with patience but not for ever."""
-
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.1)
-
-    return wait
-
-
-@pytest.fixture
-def script(tmp_path: Path, cluster: Cluster) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a Python script of the text given, with flags, in a folder of its own."""
-    started = []
-
-    def start(text: str, *flags: str, merge: bool = False) -> subprocess.Popen[str]:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        process = subprocess.Popen(
-            [sys.executable, str(path), *flags],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merge else subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-_reference: list[list[float]] = []
-
-
-@pytest.fixture
-def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+@pytest.fixture(scope="package")
+def uninterrupted(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Future[list[float]]]:
     """The parameters after a run on two nodes with two ranks each that nothing disturbed."""
-    if not _reference:
-        folder = tmp_path_factory.mktemp("uninterrupted")
+    folder = tmp_path_factory.mktemp("uninterrupted")
+
+    def parameters() -> list[float]:
         job = submit_slurm(
-            training.train,
+            train_and_hold,
             args=(str(folder / "checkpoints"),),
             nodes=2,
             tasks_per_node=2,
@@ -211,5 +172,7 @@ def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         assert [result["rank"] for result in results] == [0, 1, 2, 3]
         assert len({result["host"] for result in results}) == 2
         assert all(result["parameters"] == results[0]["parameters"] for result in results)
-        _reference.append(results[0]["parameters"])
-    return _reference[0]
+        return results[0]["parameters"]
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(parameters)

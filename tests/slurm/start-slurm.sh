@@ -4,7 +4,13 @@
 # Loopback only, no systemd, no cgroups, as root or as an ordinary user. It installs nothing and
 # starts only what is not running, so it also brings a crashed node back. Then: . STATE_DIR/env.sh
 #
-#   PORT=16817 (and the next NODES+1 ports)  NODES=2  CPUS=4  MEM=8000  GPUS=2  KILLWAIT=5
+#   PORT=16817 (and the next NODES+1 ports)  CPUS=16  MEM=8000  GPUS=2  KILLWAIT=5
+#
+# Six nodes, in pairs, so that tests which take nodes away can run beside the others:
+#   main, other          node1 and node2: ordinary jobs
+#   preemptable, urgent  node3 and node4: jobs in urgent preempt those in preemptable
+#   fragile              node5 and node6: nodes that may crash
+# The processors are far more than the machine has: most jobs of the tests wait for something.
 #
 # Where namespaces are allowed, each node has its own host name (node1, node2, ...) and /etc/hosts;
 # elsewhere nodes are named 127.0.0.11, 127.0.0.12, ..., which resolve anywhere. Where slurmdbd and
@@ -12,7 +18,7 @@
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 state=$(realpath -m "$1")
-NODES=${NODES:-2} CPUS=${CPUS:-4} MEM=${MEM:-8000} GPUS=${GPUS:-2} PORT=${PORT:-16817} KILLWAIT=${KILLWAIT:-5}
+NODES=6 CPUS=${CPUS:-16} MEM=${MEM:-8000} GPUS=${GPUS:-2} PORT=${PORT:-16817} KILLWAIT=${KILLWAIT:-5}
 host=$(hostname -s) user=$(id -un)
 umask 022
 mkdir -p "$state"/{munge,ctld,spool,log,run,dev}
@@ -28,6 +34,10 @@ accounting=no
 command -v slurmdbd mariadbd mariadb-install-db >/dev/null && accounting=yes
 
 name() { if [ $mode = named ]; then echo "node$1"; else echo "127.0.0.$((10 + $1))"; fi; }
+
+partition() { # partition NAME FIRST-NODE SETTINGS...
+  echo "PartitionName=$1 Nodes=$(name "$2"),$(name $(($2 + 1))) DefaultTime=10 ${*:3}"
+}
 
 alive() { # the process of run/NAME.pid exists, is no zombie and is that daemon
   local pid command status
@@ -119,8 +129,11 @@ END
       echo "NodeName=$(name "$i") NodeHostname=$node_host NodeAddr=127.0.0.1 Port=$((PORT + i))" \
         "CPUs=$CPUS RealMemory=$MEM Gres=gpu:$GPUS"
     done
-    echo "PartitionName=main Nodes=ALL Default=YES DefaultTime=10 PriorityTier=1 GraceTime=20"
-    echo "PartitionName=urgent Nodes=ALL DefaultTime=10 PriorityTier=10 PreemptMode=OFF"
+    partition main 1 Default=YES
+    partition other 1
+    partition preemptable 3 GraceTime=20
+    partition urgent 3 PriorityTier=10 PreemptMode=OFF
+    partition fragile 5
   } >"$state/slurm.conf"
   echo "export SLURM_CONF='$state/slurm.conf'" >"$state/env.sh"
 }
@@ -152,7 +165,7 @@ start_accounting() {
 }
 
 nodes_are_up() {
-  [ "$(sinfo -h -p main -N -o %T | grep -cxE 'idle|mixed|allocated|completing')" = "$NODES" ]
+  [ "$(sinfo -h -N -o '%N %T' | sort -u | grep -cE ' (idle|mixed|allocated|completing|planned)$')" = "$NODES" ]
 }
 
 [ -f "$state/slurm.conf" ] || configure
@@ -164,4 +177,4 @@ for i in $(seq "$NODES"); do
   run "slurmd.node$i" "node$i" slurmd -D -N "$(name "$i")"
 done
 wait_for 300 nodes_are_up
-echo "nodes: $mode, accounting: $accounting, $(sinfo -h -p main -o '%D %t %N')"
+echo "nodes: $mode, accounting: $accounting, $(sinfo -h -o '%P %D %t %N' | tr '\n' ' ')"

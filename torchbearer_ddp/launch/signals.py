@@ -65,9 +65,34 @@ def _restore_in_child() -> None:
             # Slurm sends SIGUSR2 to every process of a step, and it is not meant for this one.
             signal.signal(signum, signal.SIG_IGN if signum == signal.SIGUSR2 else handler)
         _before.clear()
+    _unblock_after_fork()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+class _Fork(threading.local):
+    """The signals that were blocked in this thread before it forked."""
+
+    mask: set[int | signal.Signals] | None = None
+
+
+_fork = _Fork()
+
+
+def _block_before_fork() -> None:
+    """Holds signals back until the child has its own handlers, see :func:`_restore_in_child`."""
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(_before))
+
+
+def _unblock_after_fork() -> None:
+    if _fork.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+        _fork.mask = None
+
+
+os.register_at_fork(
+    before=_block_before_fork,
+    after_in_parent=_unblock_after_fork,
+    after_in_child=_restore_in_child,
+)
 
 
 @contextlib.contextmanager
