@@ -56,6 +56,11 @@ def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def maps(text: str) -> bool:
+    """True if this process has mapped a file with this text in its name."""
+    return text in Path("/proc/self/maps").read_text()
+
+
 def listening_addresses(pid: int) -> list[str]:
     """The addresses that a process listens on, in hexadecimal."""
     sockets = {f"socket:[{inode}]": local for local, _, inode in _connections(pid, LISTENING)}

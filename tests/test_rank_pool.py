@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests import proc
 from tests.ranks import RankPool
 from torchbearer_ddp.group import collectives, membership
 
@@ -31,7 +32,7 @@ def test_the_same_ranks_run_one_function_after_another():
         first, second = pool.run(process_ids), pool.run(process_ids)
     assert first == second
     assert first[0] == first[1]
-    assert all(not os.path.exists(f"/proc/{pid}") for pid in first[0])  # noqa: PTH110
+    assert not any(proc.is_running(pid) for pid in first[0])
 
 
 @pytest.mark.parametrize("body", [fail_on_rank_one, end_at_once])

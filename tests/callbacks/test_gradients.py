@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +17,7 @@ from torchbearer.callbacks import (
     on_step_training,
 )
 
+from tests import proc
 from tests.ranks import ranks
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
@@ -662,12 +662,12 @@ def test_shared_memory_is_released_at_the_end_of_a_run():
 
     @on_step_training
     def look(state):
-        mapped.append("torchbearer_ddp" in Path("/proc/self/maps").read_text())
+        mapped.append(proc.maps("torchbearer_ddp"))
 
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
     train(model, [*sync(transport="shm", bucket_mb=1e-4), look])
     assert mapped == [True] * 3
-    assert "torchbearer_ddp" not in Path("/proc/self/maps").read_text()
+    assert not proc.maps("torchbearer_ddp")
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 

@@ -8,7 +8,7 @@ import torch
 import torchbearer
 from torchbearer.callbacks import on_step_training
 
-from tests.checkpoint_runs import build, network, train
+from tests.programs import build, network, train
 from tests.ranks import ranks
 from torchbearer_ddp import Checkpoint, CheckpointError
 from torchbearer_ddp.checkpoints import file, rank_state

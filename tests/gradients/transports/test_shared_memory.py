@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import proc
 from tests.gradients.transport_cases import (
     DTYPES,
     SIZES,
@@ -275,4 +276,4 @@ def test_memory_has_no_name_and_goes_with_its_last_user():
     del transport
     tensor.fill_(1.0)  # a bucket outlives its transport
     del tensor
-    assert "torchbearer_ddp" not in Path("/proc/self/maps").read_text()
+    assert not proc.maps("torchbearer_ddp")
