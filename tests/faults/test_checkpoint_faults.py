@@ -181,9 +181,8 @@ def test_an_error_in_the_background_surfaces_between_saves(tmp_path):
                 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
 
-        checkpoint = Checkpoint(tmp_path, every_steps=2, every_epochs=None)
+        checkpoint = Checkpoint(tmp_path, every_steps=10**4, every_epochs=None)
         trial = build(fill, checkpoint, steps=10**5)
-        checkpoint._schedule._every_steps = 10**4
         checkpoint._global_step = 10**4 - 3
         with pytest.raises(CheckpointError, match="could not be written"):
             trial.run(1)
