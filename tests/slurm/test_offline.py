@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import torchbearer_ddp
-from tests.processes import bound, free_port
-from tests.ranks import run_ranks
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import collectives, rendezvous
-from torchbearer_ddp.group.rendezvous import run_store, serve_store
+from torchbearer_ddp.group import collectives
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.submission import submit_slurm
 from torchbearer_ddp.slurm import submit
@@ -175,66 +169,6 @@ def test_a_job_in_a_strange_state_is_not_taken_for_done(state, tmp_path):
     job = SlurmJob(tmp_path, "1")
     job.watcher._info_dict["1"] = {"State": state}
     assert not job.watcher.is_done("1", mode="cache")
-
-
-# The ports of a Slurm step: rank zero takes the first that is free, and the others find it.
-
-
-class _Refusing(http.server.BaseHTTPRequestHandler):
-    """Answers 400 or 501 to whatever it is sent."""
-
-    def log_message(self, *words):
-        pass
-
-
-@pytest.fixture
-def mute():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
-
-
-@pytest.fixture
-def web():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
-
-
-def test_ranks_meet_although_other_programs_hold_the_first_ports(mute, web):
-    stranger = serve_store("127.0.0.1", 0, 10.0)  # another run's store
-    run_store(stranger, "another run").set("served", "1")
-    ports = [stranger.port, mute, web, free_port()]
-    found = run_ranks(_meet, 2, ({"ports": ports},))
-    assert found == [(ports[3], "from rank 0")] * 2
-    assert not run_store(stranger, "this run").check(["key"])
-
-
-def _meet(where):
-    serve = collectives.rank() == 0
-    meet = rendezvous.serve if serve else rendezvous.find
-    store = meet("127.0.0.1", where["ports"], "this run", 30.0)
-    run = run_store(store, "this run")
-    if serve:
-        run.set("key", "from rank 0")
-    value = run.get("key").decode()
-    collectives.barrier("the end, so that the store is still there")
-    return store.port, value
-
-
-def test_no_free_port_is_an_error_that_names_them(mute, web):
-    with pytest.raises(LaunchError, match=rf"Ports {mute}, {web} on .* are in use.*--port"):
-        rendezvous.serve("127.0.0.1", [mute, web], "run", 5.0)
-    with pytest.raises(LaunchError, match=rf"Port {mute} on .* cannot be opened.*--port"):
-        rendezvous.serve("127.0.0.1", [mute], "run", 5.0)
-
-
-def test_no_rendezvous_on_any_port_is_an_error_that_names_them(mute, web):
-    ports = [mute, web, free_port()]
-    started = time.monotonic()
-    with pytest.raises(LaunchError, match=rf"on any of the ports {mute}, {web}, {ports[2]}"):
-        rendezvous.find("127.0.0.1", ports, "this run", 3.0)
-    assert time.monotonic() - started < bound(3.0 + len(ports) * 2)
 
 
 _SHIELDED = """
