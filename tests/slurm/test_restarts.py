@@ -78,6 +78,7 @@ def test_preemption_by_a_job_of_a_higher_partition(cluster, uninterrupted, tmp_p
     assert "SIGUSR2, all ranks stop" in logs(tmp_path)
     assert "is requeued (1 of at most 10)" in logs(tmp_path)
     assert "restart 1 of at most 10" in logs(tmp_path)
+    assert "no Checkpoint was in use" not in logs(tmp_path)
     assert (tmp_path / "checkpoints" / "step-0000008.pt").exists()
 
 
