@@ -320,6 +320,10 @@ def _exhaust(state: Any) -> None:
     torch.zeros(2**34)
 
 
+def _stuck(state: Any) -> None:
+    time.sleep(600)
+
+
 _EVENTS: dict[str, Callable[[Any], None]] = {
     "raise": _raise,
     "kill": _kill,
@@ -330,7 +334,7 @@ _EVENTS: dict[str, Callable[[Any], None]] = {
     "slow": lambda state: time.sleep(SLOW_SECONDS),
     "freeze": _freeze,
     "exhaust": _exhaust,
-    "stuck": lambda state: time.sleep(600),
+    "stuck": _stuck,
 }
 
 

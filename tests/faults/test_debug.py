@@ -39,7 +39,7 @@ def test_sigusr1_shows_where_a_running_rank_is(to):
             assert re.match(place, line), line
         # faulthandler's stacks of all threads, of each rank that was asked
         assert program.text().count("Current thread 0x") == len(asked), program.text()
-        assert re.search(r'File ".*training\.py", line \d+ in train\n', program.text())
+        assert re.search(r'File ".*programs\.py", line \d+ in train_with_events\n', program.text())
         assert program.process.poll() is None
         program.process.terminate()
         assert program.code() == 143, program.text()
@@ -56,7 +56,7 @@ def test_a_timeout_shows_where_everybody_is():
         place = "epoch 0, step 3, last hook on_backward; last exchange: the gradients"
         assert waiting[0].startswith(place)
         assert stuck[0].startswith("epoch 0, step 3, last hook on_sample")
-        assert re.search(r'File ".*training\.py", line \d+ in _stuck\n', program.text())
+        assert re.search(r'File ".*programs\.py", line \d+ in _stuck\n', program.text())
         assert f"Rank 1 on {HOST} did not answer" in program.said()
 
 
