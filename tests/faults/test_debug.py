@@ -24,6 +24,7 @@ def lines(program, rank, reason):
     return re.findall(start, "".join(program.errors))
 
 
+@pytest.mark.concurrent
 @pytest.mark.parametrize("to", ["launcher", "rank"])
 def test_sigusr1_shows_where_a_running_rank_is(to):
     flags = ("--nproc-per-node", "2", "--steps", "10000", "--pause", "0.02")
@@ -45,6 +46,7 @@ def test_sigusr1_shows_where_a_running_rank_is(to):
         assert program.code() == 143, program.text()
 
 
+@pytest.mark.concurrent
 def test_a_timeout_shows_where_everybody_is():
     events = json.dumps([{"rank": 1, "step": 3, "do": "stuck"}])
     timeout = ("--timeout", str(bound(3)))
@@ -110,6 +112,7 @@ run_distributed(work)
 """
 
 
+@pytest.mark.concurrent
 def test_the_stack_is_shown_while_native_code_blocks_all_of_python():
     flags = ("--nproc-per-node", "2", "--debug", "--grace", "1")
     with Program(sys.executable, "-c", BUSY, *flags, raw=True) as program:
@@ -136,6 +139,7 @@ run_distributed(work)
 """
 
 
+@pytest.mark.concurrent
 def test_a_crash_in_native_code_shows_its_line_of_python():
     with Program(sys.executable, "-c", CRASH, "--nproc-per-node", "2", raw=True) as program:
         assert program.code() == 1

@@ -8,6 +8,8 @@ import pytest
 
 from tests.processes import Program
 
+pytestmark = pytest.mark.concurrent
+
 #: Prints into a pipe or a file wait in a buffer.
 BUFFERED = {"PYTHONUNBUFFERED": ""}
 SCRIPT = """

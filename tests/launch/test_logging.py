@@ -3,7 +3,11 @@
 import re
 import sys
 
+import pytest
+
 from tests.processes import Program, free_port
+
+pytestmark = pytest.mark.concurrent
 
 SCRIPT = """
 import logging, sys
