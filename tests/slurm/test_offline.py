@@ -18,7 +18,7 @@ from torchbearer_ddp.group import collectives
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.submission import submit_slurm
 from torchbearer_ddp.slurm import submit
-from torchbearer_ddp.slurm.job import SlurmJob, _describe
+from torchbearer_ddp.slurm.job import SlurmJob, _describe, slurm_command
 
 
 def _worker() -> int:
@@ -169,6 +169,17 @@ def test_a_job_in_a_strange_state_is_not_taken_for_done(state, tmp_path):
     job = SlurmJob(tmp_path, "1")
     job.watcher._info_dict["1"] = {"State": state}
     assert not job.watcher.is_done("1", mode="cache")
+
+
+def test_a_command_of_slurm_survives_the_end_of_its_step(tmp_path, monkeypatch):
+    # As after a requeue: scontrol gets the step's SIGTERM before it has printed its answer.
+    command = tmp_path / "scontrol"
+    command.write_text("#!/bin/sh\nkill -TERM $$\necho requeued $1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = slurm_command("scontrol", "7")
+    assert (done.returncode, done.stdout) == (0, "requeued 7\n")
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 _SHIELDED = """

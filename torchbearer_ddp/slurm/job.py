@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -40,10 +41,15 @@ def slurm_command(*words: str) -> subprocess.CompletedProcess[str]:
     Raises:
         OSError: If there is no such command, or it does not end in time.
     """
+    # A requeue ends all processes of the step with SIGTERM, also the scontrol that asked for it and
+    # may still wait for the answer. A blocked signal stays blocked in the command.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except subprocess.SubprocessError as error:
         raise OSError(str(error)) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def look_up(job_id: str) -> dict[str, str] | None:
