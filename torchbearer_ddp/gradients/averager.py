@@ -50,6 +50,8 @@ class Averager:
         self._mixed = 0
         self._kinds: list[Any] = []
         self._regular = 0.0
+        #: True if messages of a backward pass that failed are still under way.
+        self._failed = False
         self._announced = False
         #: None until the first exchange, and after :meth:`close`.
         self.reducer: Reducer | None = None
@@ -155,6 +157,7 @@ class Averager:
     def forget(self) -> None:
         """Drops all of it, also after a run that failed; the gradients stay valid."""
         self._order.close()
+        self._failed = self._failed or (self.reducer is not None and self.reducer.is_sending)
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
@@ -241,12 +244,16 @@ class Averager:
         """Makes the reducer for every parameter that has, or may get, a gradient on any rank."""
         indexed = list(enumerate(parameter for _, parameter in self._parameters))
         everyone = self._agree_on_frozen(
+            failed=self._failed,
             order=self._order.indices,
             active=[i for i, p in indexed if p.requires_grad or p.grad is not None],
             sparse=[i for i, p in indexed if p.grad is not None and p.grad.is_sparse],
             strangers=replicas.fingerprint(self._strangers),
             weight=report.weight,
         )
+        if any(each["failed"] for each in everyone):
+            group.abandon_gradients()
+        self._failed = False
         self._align_strangers([each["strangers"] for each in everyone])
         self._regular = self._regular or max(each["weight"] for each in everyone) or 1.0
         active = {index for each in everyone for index in each["active"]}
