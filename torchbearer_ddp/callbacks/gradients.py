@@ -20,7 +20,7 @@ from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
 from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.gradients.weights import Average
-from torchbearer_ddp.group import collectives, membership, stop_request
+from torchbearer_ddp.group import collectives, membership, stop_request, trained
 
 
 @dataclass
@@ -299,7 +299,10 @@ class SyncGradients(OrderedCallback):
             return
         is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self._step.backwards and optimizer.param_groups:
-            self._after_backward(state, result)  # for a closure that does not call on_backward
+            # A closure that does not call on_backward, or that has skipped this batch.
+            if all(p.grad is None for p in trained.parameters_of(optimizer)):
+                self._step.weight = 0.0
+            self._after_backward(state, result)
         if self._averager.needs_average(optimizer):
             weight = float(batch_size(state))
             self._exchange(state, Average.WEIGHTED, weight, result, optimizer)
