@@ -277,28 +277,36 @@ def test_a_final_value_that_raises_on_one_rank_raises_on_all(pool, make):
     assert pool.run(body) == [[0, 1]] * 2
 
 
-class Judged(SyncGradients):
-    """A SyncGradients with this verdict on the loss."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    loss_kind = property(lambda self: self.kind, lambda self, kind: None)
-
-
 def sum_of_state(state):
     predicted = state[torchbearer.Y_PRED].log()
     return torch.nn.functional.nll_loss(predicted, state[torchbearer.Y_TRUE], reduction="sum")
 
 
+def masked(state):
+    """A mean over what a mask of the user's own keeps."""
+    each = torch.nn.functional.cross_entropy(
+        state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE], reduction="none"
+    )
+    return (each * kept(state)).sum() / kept(state).sum()
+
+
+def kept(state):
+    return state[torchbearer.X][:, 0] > -2
+
+
 LOSSES = {
-    "a mean": ("mean", torch.nn.CrossEntropyLoss()),
-    "a sum": ("sum", torch.nn.CrossEntropyLoss(reduction="sum")),
-    "a sum, a function": ("sum", sum_of_state),
-    "weights": ("weighted", torch.nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0]).double())),
-    "ignored": ("weighted", torch.nn.CrossEntropyLoss(ignore_index=1)),
-    "ignored, no verdict yet": (None, torch.nn.CrossEntropyLoss(ignore_index=1)),
+    "a mean": (torch.nn.CrossEntropyLoss(), [SyncGradients()]),
+    "a sum": (torch.nn.CrossEntropyLoss(reduction="sum"), [SyncGradients()]),
+    "a sum, no verdict": (torch.nn.CrossEntropyLoss(reduction="sum"), []),
+    "a sum, a function": (sum_of_state, [SyncGradients()]),
+    "a sum, as the user says": (sum_of_state, [SyncGradients(loss="sum")]),
+    "class weights": (
+        torch.nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0]).double()),
+        [SyncGradients()],
+    ),
+    "ignored": (torch.nn.CrossEntropyLoss(ignore_index=1), [SyncGradients()]),
+    "ignored, no verdict": (torch.nn.CrossEntropyLoss(ignore_index=1), []),
+    "a mask": (masked, [SyncGradients(weight=lambda state: kept(state).sum())]),
 }
 
 
@@ -306,19 +314,19 @@ LOSSES = {
 @pytest.mark.parametrize("count", [16, 14], ids=["equal batches", "a short last batch"])
 def test_the_loss_is_that_of_one_process(pool, name, count):
     def body():
-        kind, criterion = LOSSES[name]
-        return one_epoch(make_trial(["loss"], Judged(kind), criterion=criterion), count)
+        criterion, callbacks = LOSSES[name]
+        return one_epoch(make_trial(["loss"], *callbacks, criterion=criterion), count)
 
-    compare(pool, body)
+    assert compare(pool, body)["loss"] > 0
 
 
 def test_a_part_without_a_target_that_counts_does_not_make_the_loss_nan(pool):
     def body():
         dataset = data(8)
         dataset.tensors[1][1::2] = 1  # all that rank 1 has
-        trial = make_trial(
-            ["loss"], Judged("weighted"), criterion=torch.nn.CrossEntropyLoss(ignore_index=1)
-        )
+        dataset.tensors[1][::2] = 2
+        criterion = torch.nn.CrossEntropyLoss(ignore_index=1)
+        trial = make_trial(["loss"], SyncGradients(), criterion=criterion)
         return one_epoch(trial, train=DataLoader(dataset, batch_size=4))
 
     assert compare(pool, body)["loss"] > 0

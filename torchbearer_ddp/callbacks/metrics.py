@@ -151,17 +151,14 @@ class _LossRule(LossRule):
         self._gradients = next((c for c in callbacks if isinstance(c, SyncGradients)), None)
 
     def is_sum(self, state: Any) -> bool:
-        return self._kind(state.get(torchbearer.CRITERION)) == "sum"
+        """Follows the verdict on the loss; before a first step the criterion itself."""
+        kind = self._gradients and self._gradients.loss_kind
+        return super().is_sum(state) if kind is None else kind == "sum"
 
     def weight(self, state: Any) -> float:
+        """Follows the verdict on the loss; before a first step the criterion itself."""
+        if self._gradients is not None and self._gradients.loss_kind is not None:
+            return self._gradients.loss_divisor(state)
         criterion = state.get(torchbearer.CRITERION)
-        return divisor(criterion, state, self._kind(criterion))
-
-    def _kind(self, criterion: Any) -> str:
-        """The verdict on the loss; before a first step what the criterion says itself."""
-        found = getattr(self._gradients, "loss_kind", None)
-        if isinstance(found, str):
-            return found
-        if getattr(criterion, "reduction", "mean") == "sum":
-            return "sum"
-        return "weighted" if isinstance(criterion, CLASS_LOSSES) else "mean"
+        kind = "weighted" if isinstance(criterion, CLASS_LOSSES) else "mean"
+        return divisor(criterion, state, kind)
