@@ -94,7 +94,6 @@ class SyncGradients(OrderedCallback):
     # First in on_backward: a callback that clips must see the average. Last where others may ask to
     # stop: only then is it known whether they do.
     order: ClassVar[Mapping[str, int]] = {
-        "on_start": FIRST,
         "on_start_training": LAST,
         "on_sample": FIRST,
         "on_criterion": LAST,
@@ -136,11 +135,10 @@ class SyncGradients(OrderedCallback):
         self._state: Any = None
         self._seed: int | None = None
 
-    def on_start(self, state: Any) -> None:
-        """Before anything is drawn for training: from here on each rank has its own noise."""
-        self._accumulation.clear()
+    def enter(self) -> None:
+        """Before anything is drawn or restored: from here on each rank has its own noise."""
         group = membership.current()
-        if group is not None and group.member.world_size > 1 and self._seed is None:
+        if group is not None and group.member.world_size > 1:
             self._seed = torch.initial_seed()
             randomness.enter_run(self._seed, group.runs, group.member.rank)
 

@@ -259,7 +259,7 @@ class Averager:
             weight=report.weight,
         )
         if any(each["failed"] for each in everyone):
-            group.abandon_gradients()
+            group.renew_gradients()
         self._failed = False
         self._align_strangers([each["strangers"] for each in everyone])
         self._regular = self._regular or max(each["weight"] for each in everyone) or 1.0
