@@ -241,6 +241,14 @@ class SyncGradients(OrderedCallback):
         """
         return self._losses.kind()
 
+    def loss_divisor(self, state: Any) -> float:
+        """What the loss of the current batch divides by: samples, weights of targets, ``weight``.
+
+        Args:
+            state: The state of the run.
+        """
+        return self._losses.weight(state, 0)
+
     @property
     def stop_signal(self) -> int:
         """The signal for which all ranks stop, as last agreed at this step or after it; or 0."""
