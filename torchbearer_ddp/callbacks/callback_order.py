@@ -64,9 +64,7 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
         # Sorted once, because each step calls many hooks. A callback may be appended later.
         known, ordered = self._orders.get(hook, (-1, []))
         if known != len(self.callback_list):
-            ordered = sorted(
-                self.callback_list, key=lambda callback: getattr(callback, "order", {}).get(hook, 0)
-            )
+            ordered = sorted(self.callback_list, key=lambda callback: _place(callback, hook))
             self._orders[hook] = (len(ordered), ordered)
         return ordered
 
@@ -74,6 +72,11 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
         debug.note_hook(hook, state)
         for callback in self.in_order(hook):
             getattr(callback, hook)(state)
+
+
+def _place(callback: Callback, hook: str) -> int:
+    """The place in a hook; an attribute ``order`` of a user's callback means something else."""
+    return callback.order.get(hook, 0) if isinstance(callback, OrderedCallback) else 0
 
 
 def define_hooks(kind: type, call: Callable[[Any, str, Any], None]) -> None:
