@@ -18,7 +18,7 @@ from torchbearer_ddp.gradients.header import MAX_WISHES, RankReport, StepSummary
 from torchbearer_ddp.gradients.model_reducer import ModelReducer
 from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
-from torchbearer_ddp.group import collectives, membership, stop_request
+from torchbearer_ddp.group import collectives, membership, stop_request, unsynchronised
 
 
 @dataclass
@@ -105,6 +105,7 @@ class SyncGradients(OrderedCallback):
 
     def on_start(self, state: Any) -> None:
         """Before anything is drawn for training: from here on each rank has its own noise."""
+        unsynchronised.begin_averaging(self)
         group = membership.current()
         if group is not None and group.member.world_size > 1 and not group.rng_diverged:
             randomness.diverge_streams(group.member.rank)
@@ -170,6 +171,7 @@ class SyncGradients(OrderedCallback):
         """Releases the buckets: the gradients stay valid, in memory of their own."""
         self._reduction.close()
         stop_request.stop_polling()
+        unsynchronised.end_averaging(self)
 
     def register_wish(self, poll: Callable[[], bool]) -> int:
         """Lets every exchange of gradients carry one more yes or no from each rank to all.
