@@ -5,7 +5,8 @@ import torchbearer
 from torchbearer import Trial
 from torchbearer.callbacks import Callback, on_step_training
 
-from torchbearer_ddp.callbacks.callback_order import FIRST, HOOKS, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.hooks import HOOKS
 
 
 class Noting(OrderedCallback):

@@ -56,7 +56,11 @@ class SyncMetrics(OrderedCallback):
             trial_state = state[torchbearer.SELF].state
             self._pool(trial_state)
             state[torchbearer.METRIC_LIST] = trial_state[torchbearer.METRIC_LIST]
-            progress.replace_bars(state)
+            progress.replace_injected(state)
+
+    def on_start_training(self, state: Any) -> None:
+        """The steps are final here."""
+        progress.warn_of_no_steps(state)
 
     def on_end_validation(self, state: Any) -> None:
         """Every rank calls this hook, also one without data; the predictions are complete here."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp.callbacks.callback_order import OrderedCallback, define_hooks
+from torchbearer_ddp.callbacks.callback_order import OrderedCallback
+from torchbearer_ddp.callbacks.hooks import define_hooks
 from torchbearer_ddp.group import collectives, local_work
 
 
