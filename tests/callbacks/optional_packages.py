@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -60,8 +61,7 @@ class ConfusionMatrix:
             self.table[str(pair)] = self.table.get(str(pair), 0) + 1
 
     def save_stat(self, name: str) -> None:
-        with open(f"{name}.pycm", "w") as file:
-            file.write(str(sorted(self.table.items())))
+        Path(f"{name}.pycm").write_text(str(sorted(self.table.items())))
 
 
 @contextlib.contextmanager
