@@ -25,6 +25,7 @@ from torchbearer_ddp.group import collectives, local_work
 from torchbearer_ddp.log import announce
 from torchbearer_ddp.metrics import predictions
 
+_STARTS = ("on_start_training", "on_start_validation")
 _ENDS = ("on_end_training", "on_end_validation")
 
 
@@ -39,6 +40,10 @@ class FirstImages:
     def __init__(self, number: int, *, everywhere: bool = False) -> None:
         self._number = number
         self._everywhere = everywhere
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what a pass that was not completed has left."""
         self._batches: list[list[torch.Tensor]] = []
         self._rows = 0
 
@@ -52,8 +57,9 @@ class FirstImages:
 
     def gather(self, share: Share | None, device: Any) -> list[torch.Tensor]:
         """The rows in the order of one process, where they are needed; collective."""
-        batches, self._batches, self._rows = self._batches, [], 0
-        if share is None or collectives.world_size() == 1:
+        batches = self._batches
+        self.clear()
+        if share is None:
             return []
         collect = collectives.all_gather if self._everywhere else collectives.gather_to
         everyone = collect(batches, "the images of a callback")
@@ -82,7 +88,9 @@ class GatheredTensorBoardImages(StandIn):
 
     def call(self, hook: str, state: Any) -> None:
         """Keeps the images of each batch; what is written is written by rank zero."""
-        share = _share(state)
+        share = divided(state)
+        if hook in _STARTS:
+            self._first.clear()
         if hook == "on_step_validation" and share is not None:
             self._first.add([state[key] for key in self._keys], share)
             return
@@ -120,15 +128,19 @@ class GatheredImages(StandIn):
     def call(self, hook: str, state: Any) -> None:
         """Draws at the end of a pass what was gathered in it."""
         super().call(hook, state)
-        if hook in _ENDS and self._cache is not None:
-            rows = self._first.gather(_share(state), state[torchbearer.DEVICE])
+        if self._cache is None:
+            return
+        if hook in _STARTS:
+            self._first.clear()
+        if hook in _ENDS:
+            rows = self._first.gather(divided(state), state[torchbearer.DEVICE])
             if rows:
                 with self._cache.source(lambda _: rows[0]), _replaced(state, {}):
                     self._draw_here(state)
             self._shortage.check(self._cache.images)
 
     def _process(self, state: Any) -> None:
-        share = _share(state)
+        share = divided(state)
         if self._cache is None or share is None:
             self._draw_here(state)
             return
@@ -210,9 +222,11 @@ def _cache_of(function: Any) -> _Cache | None:
     return None
 
 
-def _share(state: Any) -> Share | None:
-    """How the data of this pass is divided; None where rank zero has what one process has."""
-    return share_of(state.get(torchbearer.GENERATOR)) if collectives.world_size() > 1 else None
+def divided(state: Any) -> Share | None:
+    """How the data of this pass is divided between ranks that can be asked for their part."""
+    if collectives.world_size() == 1 or local_work.inside():
+        return None
+    return share_of(state.get(torchbearer.GENERATOR))
 
 
 @contextlib.contextmanager

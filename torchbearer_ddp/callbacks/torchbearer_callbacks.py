@@ -34,9 +34,8 @@ from torchbearer.callbacks.tensor_board import AbstractTensorBoard
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from torchbearer_ddp.callbacks.hooks import StandIn
-from torchbearer_ddp.callbacks.images import GatheredImages, GatheredTensorBoardImages
+from torchbearer_ddp.callbacks.images import GatheredImages, GatheredTensorBoardImages, divided
 from torchbearer_ddp.callbacks.progress import RankZeroBar
-from torchbearer_ddp.data.loaders import share_of
 from torchbearer_ddp.group import collectives, local_work
 from torchbearer_ddp.log import announce
 from torchbearer_ddp.metrics import predictions
@@ -48,28 +47,25 @@ _ATTRIBUTE = "_torchbearer_ddp_stand_in"
 
 def stand_ins(callbacks: list[Callback]) -> list[Callback]:
     """What to call for each of these callbacks; one line names those that changed to rank zero."""
-    found: list[Callback] = []
-    writing: list[str] = []
-    for callback in callbacks:
-        stand_in = vars(callback).get(_ATTRIBUTE)
-        if stand_in is None and (stand_in := _stand_in(callback)) is not None:
-            setattr(callback, _ATTRIBUTE, stand_in)
-            if isinstance(stand_in, _OnRankZero | GatheredTensorBoardImages | GatheredImages):
-                writing.append(type(callback).__name__)
-        found.append(stand_in or callback)
+    new = [each for each in callbacks if _ATTRIBUTE not in vars(each)]
+    found = [stand_in(each) for each in callbacks]
+    kinds = (_OnRankZero, GatheredTensorBoardImages, GatheredImages)
+    writing = [type(each).__name__ for each in new if isinstance(stand_in(each), kinds)]
     if writing and collectives.world_size() > 1:
         announce(f"on rank 0 only, because they write: {', '.join(writing)}")
     return found
 
 
-def _stand_in(callback: Callback) -> Callback | None:
-    """The stand-in of a callback, or None if it is called itself."""
+def stand_in(callback: Callback) -> Callback:
+    """What to call for a callback: itself, unless it needs help."""
     if isinstance(callback, TorchScheduler):
         _drop_verbose(callback)
-    for kinds, stand_in in _STAND_INS:
-        if isinstance(callback, kinds):
-            return stand_in(callback)
-    return None
+    for kinds, kind in _STAND_INS:
+        if isinstance(callback, kinds) and _ATTRIBUTE not in vars(callback):
+            setattr(callback, _ATTRIBUTE, kind(callback))
+            break
+    found: Callback = vars(callback).get(_ATTRIBUTE, callback)
+    return found
 
 
 class _OnRankZero(StandIn):
@@ -87,7 +83,7 @@ class _AllPredictions(StandIn):
 
     def on_end_validation(self, state: Any) -> None:
         """Gathers at the end of the pass, a hook that every rank calls."""
-        share = share_of(state[torchbearer.GENERATOR]) if collectives.world_size() > 1 else None
+        share = divided(state)
         if share is None:
             self.callback.on_end_validation(state)
         else:
