@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -76,5 +75,11 @@ def installed() -> Iterator[None]:
     modules["livelossplot"].PlotLosses = PlotLosses  # type: ignore[attr-defined]
     modules["pycm"].ConfusionMatrix = ConfusionMatrix  # type: ignore[attr-defined]
     PlotLosses.made.clear()
-    with mock.patch.dict(sys.modules, modules):
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
         yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        sys.modules.update(before)

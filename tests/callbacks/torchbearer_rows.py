@@ -335,11 +335,24 @@ def brightened(state: Any) -> None:
 
 def mixed(make: Callable[[], Any], compared: str, value: Any = sums, **options: Any) -> Row:
     """A callback that changes a batch at random: what is noted does not depend on the draw."""
+    changed: list[bool] = []
+
+    def note(state: Any) -> Any:
+        originals = images().flatten(1)
+        distances = torch.cdist(state[torchbearer.X].flatten(1), originals)
+        changed.append(bool((distances.min(1).values > 0.01).any()))
+        return value(state)
+
+    def effect(run: Run) -> list[Any]:
+        assert any(changed), "no image was changed"
+        changed.clear()
+        return run.notes
+
     return Row(
-        lambda run: [callbacks.CallbackList(as_list(make())), callbacks.on_sample(run.note(value))],
+        lambda run: [*as_list(make()), callbacks.on_sample(run.note(note))],
         OWN_NUMBERS,
         compared,
-        notes,
+        effect,
         others="sum",
         **options,
     )
