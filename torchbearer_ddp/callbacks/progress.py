@@ -69,16 +69,17 @@ class SamplesTqdm(Tqdm):  # type: ignore[misc]
 class RankZeroBar(StandIn):
     """Shows a bar in the user's list on rank zero, where it counts the samples of all ranks."""
 
+    def __init__(self, bar: Tqdm) -> None:
+        super().__init__(bar)
+        # A subclass of the user's counts as it likes.
+        self._shown = SamplesTqdm(bar) if type(bar) is Tqdm else bar
+
     def call(self, hook: str, state: Any) -> None:
         """Calls the bar, or the one that replaces it."""
         if collectives.world_size() == 1:
             super().call(hook, state)
         elif collectives.is_rank_zero():
-            getattr(self._samples, hook)(state)
-
-    def __init__(self, bar: Tqdm) -> None:
-        super().__init__(bar)
-        self._samples = SamplesTqdm(bar)
+            getattr(self._shown, hook)(state)
 
 
 class _OwnPredictions(AggregatePredictions):  # type: ignore[misc]
@@ -101,6 +102,8 @@ def samples_of_pass(loader: Any, steps: int) -> PassSamples | None:
     if size is None or steps < 0:
         return None
     total = samples_in(loader)
+    if total is not None and loader.batch_size and loader.drop_last:
+        total -= total % int(loader.batch_size)
     # With more steps than batches the loader is started again.
     is_whole = total is not None and steps <= len(loader)
     return PassSamples(size, min(steps * size, total) if is_whole and total else steps * size)
