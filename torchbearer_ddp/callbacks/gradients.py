@@ -21,7 +21,7 @@ from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.gradients.wishes import Wishes
-from torchbearer_ddp.group import collectives, membership, stop_request, trained
+from torchbearer_ddp.group import collectives, membership, stop_request, trained, unsynchronised
 
 
 @dataclass
@@ -133,6 +133,7 @@ class SyncGradients(OrderedCallback):
 
     def enter(self) -> None:
         """Before anything is drawn or restored: from here on each rank has its own noise."""
+        unsynchronised.begin_averaging(self)
         group = membership.current()
         if group is not None and group.member.world_size > 1:
             self._losses.kinds = []
@@ -193,6 +194,7 @@ class SyncGradients(OrderedCallback):
         self._accumulation.clear()
         self._state = None
         stop_request.stop_polling()
+        unsynchronised.end_averaging(self)
         group = membership.current()
         if self._seed is not None and group is not None:
             randomness.leave_run(self._seed, group.runs)

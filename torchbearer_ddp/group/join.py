@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import membership, memory, rendezvous
+from torchbearer_ddp.group import membership, memory, rendezvous, unsynchronised
 from torchbearer_ddp.group.bounded import in_time
 from torchbearer_ddp.group.membership import Group, Member, gloo_interface, transport_timeout
 from torchbearer_ddp.group.roll_call import roll_call
@@ -76,6 +76,8 @@ def join(
         "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
     )
     membership.set_current(group)
+    if member.world_size > 1:
+        unsynchronised.watch(afresh=True)
     return int(roll[0]["seed"]) if member.seed is None else member.seed
 
 
