@@ -20,6 +20,7 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group import layouts
 
 SECTION = "torchbearer_ddp"
 MODEL, OPTIMIZER, HISTORY = "model", "optimizer", "history"
@@ -62,7 +63,7 @@ def restore_optimizer(state: Any, payload: dict[str, Any]) -> None:
     """Puts back the optimizer with its learning rates."""
     if OPTIMIZER in payload:
         optimizer = state[torchbearer.OPTIMIZER]
-        _fitting(lambda: optimizer.load_state_dict(payload[OPTIMIZER]), "optimizer")
+        _fitting(lambda: layouts.load_optimizer(optimizer, payload[OPTIMIZER]), "optimizer")
 
 
 def _fitting(load: Any, what: str) -> None:
