@@ -13,9 +13,10 @@ from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.checkpoints.folder import FORMAT, Folder
 from torchbearer_ddp.checkpoints.resume import EpochTrace, data_plan
+from torchbearer_ddp.checkpoints.runs import stopped_by
 from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
-from torchbearer_ddp.group import collectives, replicas
+from torchbearer_ddp.group import collectives, replicas, stop_request
 from torchbearer_ddp.group.join import versions
 
 
@@ -51,10 +52,12 @@ class Saver:
         choose_names: Callable[[], list[str]],
         global_step: int,
         trace: EpochTrace | None,
+        runs: list[list[int]],
     ) -> bool:
         """Saves under the names that rank zero chooses; if none, raises a failed write's error.
 
-        With a trace it saves the middle of an epoch. One exchange tells all ranks of an error on
+        With a trace it saves the middle of an epoch; ``runs`` is the log of the script's runs. One
+        exchange tells all ranks of an error on
         any of them and where their buffers differ; the next brings each rank's part to rank zero.
 
         Returns:
@@ -72,9 +75,10 @@ class Saver:
             checksums = replicas.fingerprint(model.named_buffers())
         except Exception as caught:
             error = caught
-        report = (collectives.describe_error(error), names, checksums)
+        signalled = stop_request.received() is not None
+        report = (collectives.describe_error(error), names, checksums, signalled)
         reports = collectives.all_gather(report, "saving a checkpoint")
-        errors, wanted, everyone = zip(*reports, strict=True)
+        errors, wanted, everyone, signals = zip(*reports, strict=True)
         if error is not None:
             raise error
         collectives.raise_first(errors)
@@ -86,9 +90,11 @@ class Saver:
             averaged = rank_state.averaged_statistics(model, [each["buffers"] for each in parts])
             payload[contents.MODEL].update(averaged)
             payload[SECTION]["ranks"] = parts
+            payload[SECTION]["stopped"] = stopped_by(state, by_signal=any(signals))
+            payload[SECTION]["runs"] = logged = [list(each) for each in runs]
             label = Label(self._serial, payload[SECTION]["epochs"], global_step)
             self._serial += 1
-            self._writer.start(lambda: self._write(payload, names, label))
+            self._writer.start(lambda: self._write(payload, names, label, logged[:-1]))
         if not self._background:
             self.finish()
         return True
@@ -125,6 +131,8 @@ class Saver:
         }
         return payload
 
-    def _write(self, payload: dict[str, Any], names: list[str], label: Label) -> None:
+    def _write(
+        self, payload: dict[str, Any], names: list[str], label: Label, ended: list[list[int]]
+    ) -> None:
         self._folder.put(payload, names, label)
-        self._folder.remove_old()  # only now: the new one is durable
+        self._folder.remove_old(ended)  # only now: the new one is durable
