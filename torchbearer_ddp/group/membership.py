@@ -60,8 +60,8 @@ class Group:
     past_first_step: bool = False
     #: True once a wait has failed: messages may be pending that no rank will receive.
     broken: bool = False
-    #: True once each rank draws from its own random stream.
-    rng_diverged: bool = False
+    #: The number of runs, evaluations and predictions begun so far.
+    runs: int = 0
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
     _channels: tuple[Any, Any] | None = field(default=None, repr=False)
