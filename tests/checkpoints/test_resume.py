@@ -37,7 +37,7 @@ def as_a_new_process():
     torch.set_num_threads(1)
     randomness.seed_all(3)
     if (group := membership.current()) is not None:
-        group.rng_diverged = False
+        group.runs = 0
 
 
 def quietly(trial, epochs):

@@ -11,13 +11,13 @@ import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
-from torchbearer_ddp.checkpoints import contents, folder
+from torchbearer_ddp.checkpoints import contents, folder, trained_state
 from torchbearer_ddp.checkpoints.best import Best
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.resume import EpochTrace
 from torchbearer_ddp.checkpoints.runs import Runs
-from torchbearer_ddp.checkpoints.save import Saver
+from torchbearer_ddp.checkpoints.save import Moment, Saver
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule, require_positive
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives, stop_request
@@ -251,6 +251,9 @@ class Checkpoint(OrderedCallback):
             lambda: folder.read_any(Path(path), trust=trust), "a checkpoint"
         )
         contents.restore(trial.state, payload)
+        if SECTION in payload:
+            others = trained_state.saved_states(payload[SECTION])
+            trained_state.restore(trial.state, others, {})
         if "callbacks" in payload.get(SECTION, {}):
             if collectives.is_rank_zero():
                 contents.warn_of_changed_callbacks(trial.state, payload)
@@ -309,7 +312,9 @@ class Checkpoint(OrderedCallback):
     def _save(
         self, state: Any, choose_names: Callable[[], list[str]], trace: EpochTrace | None
     ) -> None:
-        if self._saver.save(state, choose_names, self._global_step, trace, self._runs.log):
+        has_local_parts = self._gradients is not None and bool(self._gradients.skip)
+        moment = Moment(state, self._global_step, trace, self._runs, has_local_parts)
+        if self._saver.save(moment, choose_names):
             self._schedule.saved(self._global_step)
             self._is_due = False
 

@@ -12,23 +12,25 @@ import torchbearer
 
 from torchbearer_ddp.checkpoints import contents, metric_state
 from torchbearer_ddp.data import randomness
-from torchbearer_ddp.group import replicas, wire
+from torchbearer_ddp.group import layouts, replicas, wire
 
 #: How far and how wide to look for generators in a loader: a list of transforms, not of samples.
 _DEPTH = 6
 _WIDTH = 32
 
 
-def collect(state: Any, place: dict[str, Any] | None) -> torch.Tensor:
+def collect(state: Any, started: dict[str, Any], place: dict[str, Any] | None) -> torch.Tensor:
     """The generators, metrics and history of this rank, packed into one tensor.
 
-    Running metrics are each rank's own, and are in the history. In mid-epoch, ``place`` is this
-    rank's place in the epoch. Packed, it is one record of the file, not one for each batch.
+    ``started`` are the generators at the start of the run. Running metrics are each rank's own, and
+    are in the history. In mid-epoch, ``place`` is this rank's place in the epoch. Packed, it is one
+    record of the file, not one for each batch.
     """
     metrics = metric_state.collect(state[torchbearer.METRIC_LIST], mid_epoch=place is not None)
     return wire.encode(
         {
             "generators": generators(state),
+            "started": started,
             "metrics": metrics,
             "history": state[torchbearer.HISTORY],
             "epoch": place,
@@ -37,8 +39,9 @@ def collect(state: Any, place: dict[str, Any] | None) -> torch.Tensor:
 
 
 def unpack(part: dict[str, Any], device: Any) -> dict[str, Any]:
-    """What a rank collected, with its own buffers."""
-    return {**wire.decode(part["packed"], device), "buffers": part["buffers"]}
+    """What a rank collected, with its own buffers, and its own part of what else is trained."""
+    own = {"buffers": part["buffers"], "others": part.get("others", {})}
+    return {**wire.decode(part["packed"], device), **own}
 
 
 def generators(state: Any) -> dict[str, Any]:
@@ -136,9 +139,8 @@ def averaged_statistics(
     return averaged
 
 
-@torch.no_grad()
 def restore_buffers(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     """Puts back this rank's own buffers."""
     for name, buffer in model.named_buffers():
         if (plain := contents.plain_name(model, name)) in saved:
-            buffer.copy_(saved[plain])
+            layouts.overwrite(buffer, saved[plain])

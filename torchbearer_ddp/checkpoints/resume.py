@@ -19,7 +19,7 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import Tqdm
 
-from torchbearer_ddp.checkpoints import contents, metric_state, rank_state
+from torchbearer_ddp.checkpoints import contents, metric_state, rank_state, trained_state
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
@@ -124,6 +124,7 @@ class Resume:
         self.path = path
         self._payload = payload
         self._section = payload[SECTION]
+        self._others = trained_state.saved_states(self._section)
         self._mine: dict[str, Any] | None = None
         #: The steps done in the epoch that continues; 0 to begin that epoch.
         self._batch = 0
@@ -172,21 +173,34 @@ class Resume:
 
     def start(self, state: Any) -> None:
         """Puts back what the other callbacks may want to see at their start."""
-        error = None
-        try:
-            contents.restore(state, self._payload)
-        except CheckpointError as caught:
-            error = CheckpointError(f"{self.path}: {caught}")
-        collectives.raise_together(error, "continuing from a checkpoint")
-        contents.restore_callbacks(state, self._payload)
-        if self._section["world_size"] == collectives.world_size():
-            # A callback that derives a seed at its start (the order of the data) must get the same.
-            mine = self._own_part(state)
-            rank_state.set_generators(state, mine["generators"])
-            state[torchbearer.HISTORY][:] = mine["history"]
+        self._together(lambda: self._start(state))
         _show_progress(state, self._section["epochs"], on_epoch=True)
         if collectives.is_rank_zero():
             contents.warn_of_changed_callbacks(state, self._payload)
+
+    def _start(self, state: Any) -> None:
+        contents.restore(state, self._payload)
+        contents.restore_callbacks(state, self._payload)
+        own: trained_state.States = {}
+        if self._section["world_size"] == collectives.world_size():
+            # A callback that derives a seed at its start (the order of the data, the streams of the
+            # ranks) must get the same.
+            mine = self._own_part(state)
+            rank_state.set_generators(state, mine.get("started") or mine["generators"])
+            state[torchbearer.HISTORY][:] = mine["history"]
+            own = mine["others"]
+        trained_state.restore(state, self._others, own)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Puts something back; what does not fit on one rank is an error on all."""
+        error: Exception | None = None
+        try:
+            action()
+        except CheckpointError as caught:
+            error = CheckpointError(f"{self.path}: {caught}")
+        except Exception as caught:  # of a callback's load_state_dict, say
+            error = caught
+        collectives.raise_together(error, "continuing from a checkpoint")
 
     def announce(self) -> None:
         """Says where the run continues."""
@@ -206,6 +220,7 @@ class Resume:
     def start_epoch(self, state: Any) -> None:
         """Puts back what the start of the other callbacks may have changed, and the generators."""
         self._choose_part(state)
+        trained_state.warn_of_changes(state, self._others)
         if self._mine is not None and self._batch:
             self._put_back(state)
             rank_state.set_generators(state, self._mine["epoch"]["start"])
@@ -227,9 +242,14 @@ class Resume:
                 state[torchbearer.STEPS], state[torchbearer.STOP_TRAINING] = 0, True
 
     def _put_back(self, state: Any) -> None:
+        self._together(lambda: self._put_back_here(state))
+
+    def _put_back_here(self, state: Any) -> None:
         contents.restore_callbacks(state, self._payload)
+        own = self._mine["others"] if self._mine else {}
+        trained_state.restore(state, self._others, own)
         # After the schedulers: one that was just made has set its first learning rate.
-        contents.restore_optimizer(state, self._payload)
+        contents.restore_optimizer(state, {**self._payload, **trained_state.own_optimizer(own)})
         if self._mine is not None:
             model = contents.unwrapped(state[torchbearer.MODEL])
             rank_state.restore_buffers(model, self._mine["buffers"])
@@ -259,6 +279,9 @@ class Resume:
             for name, value in plan.items()
             if self._section[name] != value and (batch or name == "world_size")
         }
+        # Of any rank: all must go the same way from here on.
+        everyone = collectives.all_gather(changed, "the conditions of a checkpoint")
+        changed = next((each for each in everyone if each), {})
         if not changed:
             self._mine, self._batch = self._own_part(state), batch
             return

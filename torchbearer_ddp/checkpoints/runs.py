@@ -15,7 +15,7 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import EarlyStopping
 
-from torchbearer_ddp.checkpoints import contents
+from torchbearer_ddp.checkpoints import contents, rank_state
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
 from torchbearer_ddp.errors import CheckpointError
@@ -34,11 +34,13 @@ class Runs:
     Attributes:
         log: For each call: the epochs it asked for, and the epochs and steps done at its end (of
             the call in progress: at its start).
+        started: The generators at the start of the call, before any callback drew from them.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self.log: list[list[int]] = []
+        self.started: dict[str, Any] = {}
         #: The newest checkpoint, until the call has come that continues from it.
         self._pending: Resume | None = None
         #: What the call in progress continues from, until it is where the checkpoint was saved.
@@ -52,14 +54,15 @@ class Runs:
         """Begins a call, and returns the number of steps done: in this process, or before it."""
         self._current = None
         self.log.append([int(state[torchbearer.MAX_EPOCHS]), _epochs(state), global_step])
-        if self._pending is None:
-            return global_step
-        ended = self._pending.ended_run(len(self.log), self.log[-1][0])
-        if ended is None:
-            self._continue(state, self._pending)
-        else:
-            self._pass_over(state, self._pending, ended)
-        return self._current.global_step if self._current else self._pending.global_step
+        if (pending := self._pending) is not None:
+            ended = pending.ended_run(len(self.log), self.log[-1][0])
+            if ended is None:
+                self._continue(state, pending)
+            else:
+                self._pass_over(state, pending, ended)
+            global_step = (self._current or pending).global_step
+        self.started = rank_state.generators(state)
+        return global_step
 
     def _continue(self, state: Any, pending: Resume) -> None:
         self._current = pending

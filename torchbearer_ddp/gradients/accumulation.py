@@ -108,9 +108,7 @@ class Accumulation:
         self.clear()
         return total
 
-    def _in_units_of(
-        self, weight: float, average: Average, gradient: torch.Tensor
-    ) -> torch.Tensor:
+    def _in_units_of(self, weight: float, average: Average, gradient: torch.Tensor) -> torch.Tensor:
         """A held gradient, scaled so that the gradient of a batch of this weight can be added."""
         if average is not Average.WEIGHTED or not weight or weight == self._unit:
             return gradient

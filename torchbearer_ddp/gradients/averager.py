@@ -263,10 +263,7 @@ class Averager:
         }
         self.reducer = Reducer(
             group,
-            [
-                Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse)
-                for i in wanted
-            ],
+            [Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse) for i in wanted],
             self._options,
             Weights(group.member.world_size, self._regular),
             self._marks,
