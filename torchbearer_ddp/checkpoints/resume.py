@@ -19,7 +19,13 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import Tqdm
 
-from torchbearer_ddp.checkpoints import contents, metric_state, rank_state, trained_state
+from torchbearer_ddp.checkpoints import (
+    contents,
+    generators,
+    metric_state,
+    rank_state,
+    trained_state,
+)
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
@@ -44,7 +50,7 @@ class EpochTrace:
     """
 
     def __init__(self, state: Any) -> None:
-        self._start = rank_state.generators(state)
+        self._start = generators.collect(state)
         self._again_at = 0
         self._again: dict[str, Any] | None = None
 
@@ -54,7 +60,7 @@ class EpochTrace:
         if generator is None or state[torchbearer.STEPS] == done:
             return
         if done % max(1, len(generator)) == 0:
-            self._again_at, self._again = done, rank_state.generators(state)
+            self._again_at, self._again = done, generators.collect(state)
 
     def collect(self, state: Any) -> dict[str, Any]:
         """Plain data for :meth:`replay`, after a step."""
@@ -75,7 +81,7 @@ class EpochTrace:
         self._again_at, self._again = saved["again_at"], saved["again"]
         for state[torchbearer.BATCH] in range(done):
             if self._again is not None and state[torchbearer.BATCH] == self._again_at:
-                rank_state.set_generators(state, self._again)
+                generators.restore(state, self._again)
             sampler(state)
         state[torchbearer.METRICS] = saved["values"]
         state[torchbearer.SAMPLER] = _resumed(sampler, done, steps)
@@ -186,7 +192,7 @@ class Resume:
             # A callback that derives a seed at its start (the order of the data, the streams of the
             # ranks) must get the same.
             mine = self._own_part(state)
-            rank_state.set_generators(state, mine.get("started") or mine["generators"])
+            generators.restore(state, mine.get("started") or mine["generators"])
             state[torchbearer.HISTORY][:] = mine["history"]
             own = mine["others"]
         trained_state.restore(state, self._others, own)
@@ -223,7 +229,7 @@ class Resume:
         trained_state.warn_of_changes(state, self._others)
         if self._mine is not None and self._batch:
             self._put_back(state)
-            rank_state.set_generators(state, self._mine["epoch"]["start"])
+            generators.restore(state, self._mine["epoch"]["start"])
         else:
             self._put_back_between_epochs(state)
 
@@ -265,7 +271,7 @@ class Resume:
     def _put_back_metrics(self, state: Any, mine: dict[str, Any]) -> None:
         """The metrics, and then the generators, from which a metric may have drawn."""
         metric_state.restore(state[torchbearer.METRIC_LIST], mine["metrics"])
-        rank_state.set_generators(state, mine["generators"])
+        generators.restore(state, mine["generators"])
 
     def _own_part(self, state: Any) -> dict[str, Any]:
         part = self._section["ranks"][collectives.rank()]

@@ -15,7 +15,7 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import EarlyStopping
 
-from torchbearer_ddp.checkpoints import contents, rank_state
+from torchbearer_ddp.checkpoints import contents, generators
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
 from torchbearer_ddp.errors import CheckpointError
@@ -61,7 +61,7 @@ class Runs:
             else:
                 self._pass_over(state, pending, ended)
             global_step = (self._current or pending).global_step
-        self.started = rank_state.generators(state)
+        self.started = generators.collect(state)
         return global_step
 
     def _continue(self, state: Any, pending: Resume) -> None:

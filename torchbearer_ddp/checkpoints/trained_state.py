@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchbearer.callbacks import Callback, CallbackList
 from torchbearer.trial import MockOptimizer
 
-from torchbearer_ddp.checkpoints import contents
+from torchbearer_ddp.checkpoints import contents, generators
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives, layouts, trained
 from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
@@ -85,17 +85,24 @@ class Saveable:
                 problems.append(str(error))
             else:
                 states[name] = held
-        self._warn(problems)
+        self._warn(
+            problems,
+            "Let its state_dict return None, numbers, strings, bytes, tensors, and lists, tuples, "
+            "sets and dicts of these.",
+        )
+        self._warn(
+            generators.problems(state),
+            "Use a generator of torch or numpy, or a random.Random.",
+        )
         return states, digests
 
-    def _warn(self, problems: list[str]) -> None:
+    def _warn(self, problems: list[str], remedy: str) -> None:
         new = [each for each in problems if each not in self._named]
         self._named.update(new)
         if new and collectives.is_rank_zero():
             warnings.warn(
                 f"Not in the checkpoints, so it will start anew after a restart: {'; '.join(new)}. "
-                "Let its state_dict return None, numbers, strings, bytes, tensors, and lists, "
-                "tuples, sets and dicts of these.",
+                f"{remedy}",
                 stacklevel=2,
             )
 
