@@ -40,7 +40,11 @@ class OrderedCallback(Callback):  # type: ignore[misc]
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
             state[torchbearer.CALLBACK_LIST] = OrderedCallbackList.over(callbacks)
-        scoped_trial.install(state[torchbearer.SELF])
+        if (trial := state.get(torchbearer.SELF)) is not None:
+            scoped_trial.install(trial)
+
+    def enter(self) -> None:
+        """Called when run, evaluate or predict begins, before any hook."""
 
     def leave(self) -> None:
         """Called when run, evaluate or predict is left, also by an exception on this rank alone."""
@@ -75,11 +79,18 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             self._orders[hook] = (len(ordered), ordered)
         return ordered
 
+    def enter(self) -> None:
+        """Calls ``enter`` of every callback of ours."""
+        for callback in self._ours():
+            callback.enter()
+
     def leave(self) -> None:
         """Calls ``leave`` of every callback of ours."""
-        for callback in self.callback_list:
-            if isinstance(callback, OrderedCallback):
-                callback.leave()
+        for callback in self._ours():
+            callback.leave()
+
+    def _ours(self) -> list[OrderedCallback]:
+        return [each for each in self.callback_list if isinstance(each, OrderedCallback)]
 
     def _call(self, hook: str, state: Any) -> None:
         debug.note_hook(hook, state)

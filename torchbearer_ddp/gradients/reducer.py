@@ -121,6 +121,11 @@ class Reducer:
         return self._hooks.sent
 
     @property
+    def is_sending(self) -> bool:
+        """True if buckets may be under way: an exchange was begun and not completed."""
+        return self._begun
+
+    @property
     def is_outdated(self) -> bool:
         """True once parameters were converted, or a view was moved out of its bucket.
 
@@ -176,11 +181,14 @@ class Reducer:
         started = time.perf_counter()
         report.step, report.seconds = self._step, started - self._since
         sent, report.again = self._hooks.disarm()
-        self._begun = False
+        self._begun = True
         used = self._find_new(report)
+        # A backward pass that failed has sent a part of its gradients, and nothing is left of them.
+        report.failed = sent > 0 and not any(used)
         if only is not None:
             report.groups &= 1 << only
         exchange = Exchange(report, used, average, counts_nothing(average, report.weight))
+        exchange.empty |= report.failed
         summary = self._exchange(exchange, sent)
         if summary.again:
             # Backward ran more than once, so the buckets sent during the first were incomplete.
@@ -189,6 +197,7 @@ class Reducer:
             self._hooks = self._make_hooks()
             summary = self._exchange(exchange)
         self._hand_out(summary, exchange)
+        self._begun = False
         self._group.past_first_step = True
         self._since = time.perf_counter()
         waiting = max(0.0, summary.slowest - report.seconds)

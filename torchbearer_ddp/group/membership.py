@@ -65,15 +65,32 @@ class Group:
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
     _channels: tuple[Any, Any] | None = field(default=None, repr=False)
+    #: Channels of some ranks that were made, by their ranks: each has threads and sockets.
+    _between: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+    #: Channels with messages that no rank will receive; their memory must not be freed.
+    _abandoned: list[Any] = field(default_factory=list, repr=False)
 
     def make_channels(self) -> tuple[Any, Any]:
         """The channels for small values and for gradients; collective the first time."""
         if self._channels is None:
-            self._channels = self.channel_between(), self.channel_between(backend=None)
+            self._channels = self._make_channel(), self._make_channel(backend=None)
         return self._channels
 
-    def channel_between(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
-        """Makes a channel of some ranks, or of all; collective, also for ranks not in it."""
+    def channel_between(self, ranks: list[int]) -> Any:
+        """The channel of some ranks; the first time collective, also for ranks not in it."""
+        key = tuple(ranks)
+        if key not in self._between:
+            self._between[key] = self._make_channel(ranks)
+        return self._between[key]
+
+    def renew_gradients(self) -> None:
+        """Makes a new channel for gradients, as messages are left in the old one; collective."""
+        control, gradients = self.make_channels()
+        self._abandoned += [gradients, *self._between.values()]
+        self._between.clear()
+        self._channels = control, self._make_channel(backend=None)
+
+    def _make_channel(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
         timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
         with gloo_interface(self.address):
             return dist.new_group(ranks, backend=backend, timeout=timeout)
