@@ -60,13 +60,23 @@ def _choose_launcher(given: Settings, environment: Mapping[str, str]) -> tuple[s
     if environments.in_torchrun(environment):
         return "torchrun", "from torchrun's environment"
     if environments.in_slurm_step(environment):
-        return "srun", f"from the Slurm step of job {environment.get('SLURM_JOB_ID', '?')}"
+        return _in_slurm_step(environment)
     given.refuse(
         "is given but not which ranks to start: add --world-size N and --rank i, or --nnodes N, "
         "--node-rank i and --nproc-per-node M.",
         *("host", "port"),
     )
     return "inline", "no launch flags, no torchrun, no Slurm step"
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The launcher in a process of a Slurm step; where it is one process, how to start more."""
+    job, tasks = environment.get("SLURM_JOB_ID", "?"), environment.get("SLURM_NTASKS", "?")
+    if environments.in_interactive_shell(environment):
+        more = "" if tasks == "1" else f"; 'srun --overlap python ...' starts all {tasks} tasks"
+        return "inline", f"interactive shell of Slurm job {job}{more}"
+    more = "; 'srun --ntasks N python ...' starts N ranks" if tasks == "1" else ""
+    return "srun", f"from the Slurm step of job {job}{more}"
 
 
 def _place(launcher: str, given: Settings, environment: Mapping[str, str], gpus: int) -> Plan:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -25,12 +25,44 @@ from torchbearer_ddp.launch import signals
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
 
-_running = threading.local()
+
+class _Running(threading.local):
+    """What this thread runs."""
+
+    worker = False
+
+
+_running = _Running()
 
 
 def is_inside_worker() -> bool:
     """True while this thread runs a worker."""
-    return getattr(_running, "worker", False)
+    return _running.worker
+
+
+class _Script:
+    """Whether the script itself is a rank: it joined by itself, or ``run`` has started it."""
+
+    started_by: str | None = None
+
+
+def script_started_by() -> str | None:
+    """What has made the whole script a rank, or None if it is not one."""
+    return _Script.started_by
+
+
+def script_is_a_rank(started_by: str) -> None:
+    """From now on the script itself is a rank, and ``run_distributed`` runs the worker on it."""
+    _Script.started_by, _running.worker = started_by, False
+
+
+def run_worker(worker_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls the worker; meanwhile ``run_distributed`` must not be called."""
+    _running.worker = True
+    try:
+        return worker_fn(*args, **kwargs)
+    finally:
+        _running.worker = False
 
 
 def run_rank(
@@ -38,33 +70,43 @@ def run_rank(
 ) -> Any:
     """Runs the worker in this process, as the ``index``-th rank of the plan."""
     member = plan.member_at(index)
+    with prepared(plan, member):
+        try:
+            join_group(plan, member)
+            result = run_worker(worker_fn, args, kwargs)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                leave()  # sys.exit(0): an early end, not a failure
+                raise
+            fail(error)
+            raise
+        leave()
+        return result
+
+
+def fail(error: BaseException) -> None:
+    """Tells the other ranks of this one's failure, and leaves them."""
+    if group := membership.current():
+        waiting.report_failure(group, error)
+    # Without destroy_process_group, which could hang and hide the cause.
+    abandon()
+
+
+@contextlib.contextmanager
+def prepared(plan: Plan, member: Member) -> Iterator[None]:
+    """What a rank needs besides its group: signals, crash reports, its number in the log."""
+    membership.settle()
     log.set_rank(member.rank)
     extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
     if plan.launcher != "inline":
         _show_crashes()
     reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
-    _running.worker = True
-    try:
-        with signals.handled(plan.grace, *extra), reporting:
-            try:
-                _join(plan, member)
-                result = worker_fn(*args, **kwargs)
-            except BaseException as error:
-                if isinstance(error, SystemExit) and not error.code:
-                    leave()  # sys.exit(0): an early end, not a failure
-                    raise
-                # Without destroy_process_group, which could hang and hide the cause.
-                if group := membership.current():
-                    waiting.report_failure(group, error)
-                abandon()
-                raise
-            leave()
-            return result
-    finally:
-        _running.worker = False
+    with signals.handled(plan.grace, *extra), reporting:
+        yield
 
 
-def _join(plan: Plan, member: Member) -> None:
+def join_group(plan: Plan, member: Member) -> None:
+    """Joins the group, and seeds the random generators alike on every rank."""
     if member.world_size == 1:
         seed = join_single(member)
     else:
