@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torchbearer
 from torchbearer.callbacks import Callback, CallbackList
 
-from torchbearer_ddp.group import debug
+from torchbearer_ddp.group import debug, membership
 
 FIRST = -1
 LAST = 1
@@ -36,6 +36,7 @@ class OrderedCallback(Callback):  # type: ignore[misc]
 
     def on_init(self, state: Any) -> None:
         """Replaces the callback list at init, the earliest hook, so that all others are ordered."""
+        membership.ensure_joined()
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
             state[torchbearer.CALLBACK_LIST] = OrderedCallbackList.over(callbacks)
