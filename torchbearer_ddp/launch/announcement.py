@@ -10,6 +10,9 @@ from torchbearer_ddp.group.join import cores_per_rank, usable_cores
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.log import logger
 
+#: With more ranks than this the machine is busy with switching between them.
+_RANKS_PER_CORE = 4
+
 
 def announce(plan: Plan) -> None:
     """Shows which ranks run, why, and how many threads each has."""
@@ -17,7 +20,7 @@ def announce(plan: Plan) -> None:
         return
     logger.info(plan.describe(threads_of(plan)))
     local, cores = plan.member.local_world_size, usable_cores()
-    if local > cores and plan.member.device == "cpu":
+    if local > _RANKS_PER_CORE * cores and plan.member.device == "cpu":
         logger.warning(
             f"{local} ranks share {cores} usable core{'s' * (cores > 1)} of this host: they take "
             "turns, so fewer ranks are faster"

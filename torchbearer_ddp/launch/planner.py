@@ -24,7 +24,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         ValueError: If the settings do not fit together.
         LaunchError: If the environment does not.
     """
-    given = Settings(settings)
+    given = settings if isinstance(settings, Settings) else Settings(settings)
     launcher, reason = _choose_launcher(given, environment)
     seed = given.integer("seed", 0) if "seed" in given else None
     plan = dataclasses.replace(
@@ -49,10 +49,11 @@ def _choose_launcher(given: Settings, environment: Mapping[str, str]) -> tuple[s
     launcher = given.get("launcher", "auto")
     if launcher not in LAUNCHERS:
         raise ValueError(
-            f"--launcher is {launcher!r}; it can be {', '.join(LAUNCHERS)}. Choose one of them."
+            f"{given.called('launcher')} is {launcher!r}; it can be {', '.join(LAUNCHERS)}. Choose "
+            "one of them."
         )
     if launcher != "auto":
-        return launcher, f"from --launcher {launcher}"
+        return launcher, f"from {given.shown('launcher')}"
     named = [name for name in PLACEMENT_FLAGS if name in given]
     if named:
         kind = "rank" if {"rank", "world_size"} & set(named) else "spawn"
@@ -118,7 +119,7 @@ def _spawned_ranks(given: Settings, gpus: int) -> Plan:
             "--nproc-per-node is gpu but no GPU is visible. Give a number, or check "
             "CUDA_VISIBLE_DEVICES and the driver."
         )
-    count = checked_count("--nproc-per-node", gpus if count == "gpu" else count, 1)
+    count = checked_count(given.called("nproc_per_node"), gpus if count == "gpu" else count, 1)
     nodes = given.integer("nnodes", 1, 1)
     if nodes == 1:
         if given.integer("node_rank", 0) != 0:

@@ -7,7 +7,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -24,6 +23,7 @@ from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch import signals
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
+from torchbearer_ddp.launch.worker import unpack
 
 
 class _Running(threading.local):
@@ -126,8 +126,11 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
     """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
     plan = Plan.from_fields(plan_fields)
     rank = plan.member_at(index).rank
+    membership.settle()
     try:
-        body = _pickled_result(run_rank(plan, index, *_load_worker(payload)), rank)
+        if plan.member.seed is not None:
+            randomness.seed_all(plan.member.seed)  # for the script's module level
+        body = _pickled_result(run_rank(plan, index, *unpack(payload)), rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             body = cloudpickle.dumps(None)
@@ -144,18 +147,8 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
     """Runs this process, a task of a Slurm step, as the rank that its environment names."""
     plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
-    return run_rank(plan, 0, *_load_worker(payload))
-
-
-def _load_worker(payload: bytes) -> Any:
-    """The worker, with its names in ``__main__``, where pickle looks for them."""
-    worker = cloudpickle.loads(payload)
-    if getattr(worker[0], "__module__", None) == "__main__":
-        names = getattr(worker[0], "__globals__", {})
-        vars(sys.modules["__main__"]).update(
-            {name: value for name, value in names.items() if not name.startswith("__")}
-        )
-    return worker
+    membership.settle()
+    return run_rank(plan, 0, *unpack(payload))
 
 
 def _pickled_result(result: Any, rank: int) -> bytes:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,16 @@ from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import collectives, membership, rendezvous, stop_request, waiting
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
+from torchbearer_ddp.launch.bound_methods import run_elsewhere
 from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
+from torchbearer_ddp.launch.main_module import check_launch
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
-from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, flag
+from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings
 from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
+from torchbearer_ddp.launch.worker import Task
 
 #: Separates the runs of one process that share a store.
 _runs = itertools.count()
@@ -55,7 +59,8 @@ def run_distributed(
 
     Args:
         worker_fn: The function to run; lambdas, closures and functions of a script or notebook
-            work as well.
+            work as well. After a method of a Trial, such as ``trial.run``, the Trial here has the
+            model, the optimizer and the history of rank zero.
         args: Its arguments.
         kwargs: Its keyword arguments.
         options: What a parser with :func:`add_arguments` parsed; without it the known flags are
@@ -73,6 +78,7 @@ def run_distributed(
         WorkerError: If a rank failed; its message is the first cause.
         SystemExit: If a signal stopped the ranks; the code is 128 plus the signal's number.
     """
+    check_launch("run_distributed")
     if rank_process.is_inside_worker():
         raise LaunchError(
             "run_distributed was called inside a worker that run_distributed itself has started. "
@@ -86,13 +92,14 @@ def run_distributed(
     if plan.launcher not in ("slurm", "spawn"):
         return [_run_here(plan, task)]
     try:
-        return submit_and_follow(plan, task) if plan.launcher == "slurm" else _spawn(plan, task)
+        run = submit_and_follow if plan.launcher == "slurm" else _spawn
+        return run_elsewhere(task, functools.partial(run, plan))
     except (ValueError, DistributedError) as error:
         exit_with_message(error, 2 if isinstance(error, ValueError) else 1)
         raise
 
 
-def _settings(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Mapping[str, Any]:
+def _settings(options: argparse.Namespace | None, overrides: dict[str, Any]) -> Settings:
     """The flags and keyword arguments; a mistake in them ends a script with exit code 2."""
     try:
         if options is None:
@@ -105,7 +112,7 @@ def _settings(options: argparse.Namespace | None, overrides: dict[str, Any]) -> 
         raise
 
 
-def _plan(settings: Mapping[str, Any]) -> Plan:
+def _plan(settings: Settings) -> Plan:
     """The plan of this launch; a mistake in it ends a script with exit code 2."""
     try:
         plan = make_plan(settings, os.environ, torch.cuda.device_count())
@@ -115,20 +122,20 @@ def _plan(settings: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
 
 
-def _run_in_script(started_by: str, settings: Mapping[str, Any], task: tuple[Any, ...]) -> Any:
+def _run_in_script(started_by: str, settings: Settings, task: Task) -> Any:
     """Runs the worker on the rank that the whole script is."""
     ignored = [name for name in ("launcher", *PLACEMENT_FLAGS) if name in settings]
     if ignored:
         log.announce(
             f"this script is rank {collectives.rank()} of {collectives.world_size()}, started by "
-            f"{started_by}; run_distributed ignores {', '.join(map(flag, ignored))}"
+            f"{started_by}; run_distributed ignores {', '.join(map(settings.shown, ignored))}"
         )
     if "seed" in settings:
         randomness.seed_all(settings["seed"])
     return rank_process.run_worker(*task)
 
 
-def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
+def _spawn(plan: Plan, task: Task) -> list[Any]:
     """Starts the ranks of this host, which meet in a store that this process holds or reaches."""
     announce(plan)
     base = None
@@ -156,7 +163,7 @@ def _spawn(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
             rendezvous.await_departures(store, plan.member.world_size, seconds)
 
 
-def _run_here(plan: Plan, task: tuple[Any, ...]) -> Any:
+def _run_here(plan: Plan, task: Task) -> Any:
     """Runs the one rank that this process is."""
     announce(plan)
     alone = plan.member.world_size == 1
