@@ -17,7 +17,12 @@ def trial_of(model, other):
     x = torch.arange(32.0).reshape(16, 2) / 32
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     trial = torchbearer.Trial(
-        model, optimizer, torch.nn.functional.mse_loss, callbacks=[*data_parallel()], verbose=0
+        model,
+        optimizer,
+        torch.nn.functional.mse_loss,
+        metrics=["loss"],
+        callbacks=[*data_parallel()],
+        verbose=0,
     )
     trial.state[DISCRIMINATOR] = other
     trial.with_train_generator(DataLoader(TensorDataset(x, x), batch_size=4))

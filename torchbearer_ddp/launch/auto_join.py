@@ -86,7 +86,7 @@ class _Process:
 
 def _leave_at_exit() -> None:
     _Process.signum = stop_request.received()
-    leave()
+    leave("ended")
 
 
 @atexit.register
