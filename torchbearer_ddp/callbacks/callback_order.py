@@ -17,7 +17,7 @@ from torchbearer.callbacks import Callback, CallbackList
 from torchbearer_ddp.callbacks import scoped_trial
 from torchbearer_ddp.callbacks.hooks import define_hooks
 from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_ins
-from torchbearer_ddp.group import debug, unsynchronised
+from torchbearer_ddp.group import debug, membership, unsynchronised
 
 FIRST = -1
 LAST = 1
@@ -37,6 +37,7 @@ class OrderedCallback(Callback):  # type: ignore[misc]
 
     def on_init(self, state: Any) -> None:
         """Replaces the callback list at init, the earliest hook, so that all others are ordered."""
+        membership.ensure_joined()
         unsynchronised.watch()
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
