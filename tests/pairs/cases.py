@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 #: What a run of gradients meets, alone and two at a time.
 FEATURES = (
-    "weighted",  # weighted=True or False, and batches that differ between the ranks
+    "weighted",  # weighted=True, and batches that differ between the ranks
+    "equal",  # weighted=False, likewise
     "accumulate",
     "compress",
     "uneven",  # the last batches of an epoch differ between the ranks
@@ -28,7 +29,7 @@ FEATURES = (
 )
 #: By transport the hosts of its ranks.
 LAYOUTS = {"gloo": "aa", "shm": "aa", "hierarchical": "abba"}
-BATCHES = 5
+BATCHES = 6
 #: Where a library must refuse instead of computing something else.
 _ACCUMULATING = {"accumulate", "stop", "resume"}
 
@@ -93,19 +94,22 @@ class Case:
 def pairs() -> list[tuple[str, ...]]:
     """Every feature alone, and every two."""
     alone = [(feature,) for feature in FEATURES]
-    return [*alone, *itertools.combinations(FEATURES, 2)]
+    two = itertools.combinations(FEATURES, 2)
+    return [*alone, *(pair for pair in two if pair != ("weighted", "equal"))]
 
 
 def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
     """The case of these features and this seed; the same in every process."""
     features = frozenset(chosen)
     draws = random.Random(f"{sorted(features)} {transport} {seed}")
-    accumulate = draws.choice((2, 3)) if features & _ACCUMULATING else 1
-    regular = 256 if "half" in features else draws.choice((3, 4, 8))
+    accumulate = draws.choice((2, 4)) if features & _ACCUMULATING else 1
+    large = bool(features & {"half", "compress"})
+    regular = 256 if large else draws.choice((3, 4, 8))
     sizes = []
+    differ = bool(features & {"weighted", "equal"})
     for rank in range(len(LAYOUTS[transport])):
-        size = max(1, regular // (1 + rank % 3)) if "weighted" in features else regular
-        last = draws.randint(1, size) if "uneven" in features else size
+        size = max(1, regular // (1 + rank % 3)) if differ else regular
+        last = draws.randint(1, size) if differ or "uneven" in features else size
         sizes.append((size,) * (BATCHES - 1) + (last,))
     conversions = ["half", "channels_last", "share_memory"]
     if "resume" not in features:  # the file of a double model is not that of a single one
@@ -115,20 +119,17 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         transport=transport,
         seed=seed,
         sizes=tuple(sizes),
-        weighted=draws.choice((True, False)) if "weighted" in features else None,
+        weighted="weighted" in features if differ else None,
         accumulate=accumulate,
         compress=draws.choice(("bf16", "fp16")) if "compress" in features else None,
         bucket_mb=draws.choice((None, 1e-4)),
         dtype="float64" if "lbfgs" in features else draws.choice(("float32", "float32", "float64")),
         momentum=0.0 if "sparse" in features else draws.choice((0.0, 0.9)),
         # Gradients of hundreds: times the batch size they leave the range of fp16.
-        scale=1000.0 if "half" in features and "lbfgs" not in features else 1.0,
+        scale=8000.0 if large and "lbfgs" not in features else 1.0,
         calls=(1, 3) if "runs" in features else (3,) if "resume" in features else (2,),
         event=draws.randrange(0, 3) if "stop" in features else draws.randrange(1, 4),
-        kill=(
-            draws.choice((1, 2)),
-            draws.choice((1, accumulate + 1) if accumulate == 3 else (1, 3)),
-        ),
+        kill=(draws.choice((1, 2)), draws.choice((1, 3, 5))),
         place=draws.choice(("sample", "backward")),
         conversion=draws.choice(conversions),
         calls_back=accumulate > 1 or draws.choice((True, False)),

@@ -71,6 +71,7 @@ def test_a_pair_is_what_one_process_computes(pools, pair, transport, seed, tmp_p
     for rank, (found, _) in enumerate(results):
         for key, value in expected.items():
             assert found[key].dtype == value.dtype, key
+            assert found[key].isfinite().all(), f"rank {rank}: {key} is not finite"
             assert torch.equal(found[key], results[0][0][key]), f"rank {rank} differs: {key}"
             allowed = tolerance(case, start[key].double(), value.double())
             off = float((found[key].double() - value.double()).abs().max())
