@@ -89,7 +89,7 @@ def build(
     torch.set_num_threads(1)
     randomness.seed_all(3)
     if (group := membership.current()) is not None:
-        group.rng_diverged = False  # as in a process that has just started
+        group.runs = 0  # as in a process that has just started
     model = model or network()
     gathering = torchbearer.metrics.EpochLambda("spread", spread, running=False)
     trial = torchbearer.Trial(

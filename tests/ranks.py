@@ -191,7 +191,8 @@ def _serve(member: Member, port: int, pipe: Connection) -> None:
         with contextlib.suppress(EOFError):  # the pool is closed
             while True:
                 prepare, body, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
-                group.rng_diverged = group.past_first_step = False
+                group.past_first_step = False
+                group.runs = 0
                 stop_request.reset()
                 randomness.seed_all(seed)
                 prepare()

@@ -22,7 +22,7 @@ from torchbearer_ddp.callbacks.callback_order import HOOKS
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import collectives, local_work
 
 
 def trial_with(*callbacks):
@@ -185,3 +185,18 @@ def test_without_a_group_the_callback_runs():
     trial_with(wrapped).run(1)
     assert "on_end_epoch" in wrapped.callback.calls
     assert wrapped.state_dict() == {"count": len(wrapped.callback.calls)}
+
+
+@ranks(2)
+def test_what_happens_inside_is_local_in_every_hook():
+    found = []
+
+    class Asks(Callback):
+        pass
+
+    for hook in HOOKS:
+        setattr(Asks, hook, lambda self, state: found.append(local_work.inside()))
+    trial_with(RankZeroOnly(Asks())).run(1)
+    assert not local_work.inside()
+    assert bool(found) == collectives.is_rank_zero()
+    assert all(found)

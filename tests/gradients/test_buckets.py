@@ -5,11 +5,13 @@ import torch
 from torchbearer_ddp.gradients import buckets
 
 
-def laid_out(parameters, bucket_bytes=10**6, header=5):
+def laid_out(parameters, bucket_bytes=10**6, header=5, groups=None):
     """The buckets, their tensors, and the view of each parameter."""
-    made = buckets.plan(parameters, bucket_bytes, header)
+    indexed = dict(enumerate(parameters))
+    made = buckets.plan(indexed, groups or [0] * len(parameters), bucket_bytes, header)
     tensors = [torch.zeros(bucket.size, dtype=bucket.dtype) for bucket in made]
-    return made, tensors, buckets.place(made, tensors, parameters)
+    views = buckets.place(made, tensors, indexed)
+    return made, tensors, [views[index] for index in indexed]
 
 
 def test_each_parameter_has_exactly_one_place_in_its_own_shape_and_strides():
@@ -47,6 +49,13 @@ def test_one_dtype_a_bucket_and_the_header_where_it_is_exact():
 def test_buckets_are_closed_at_their_size_and_filled_in_order():
     made, *_ = laid_out([torch.ones(100) for _ in range(6)], bucket_bytes=800)
     assert [b.indices for b in made] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_groups_do_not_share_buckets_and_the_header_travels_alone():
+    made, *_ = laid_out([torch.ones(4) for _ in range(4)], groups=[0, 1, 0, 1])
+    assert [b.indices for b in made] == [[0, 2], [1, 3], []]
+    assert [b.group for b in made[:2]] == [0, 1]
+    assert [b.header for b in made] == [0, 0, 5]
 
 
 def test_no_parameters_leave_only_the_header():

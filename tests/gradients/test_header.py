@@ -22,16 +22,25 @@ def exchanged(reports, used, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_rank_reads_what_every_rank_wrote(dtype):
     reports = [
-        RankReport(5, 32, stop=False, signal=0, seconds=0.5, loss=1.0, wishes=2**19 + 1),
-        RankReport(5, 8, stop=True, signal=15, seconds=1.5, loss=3.0, again=True, wishes=4),
+        RankReport(5, 32, seconds=0.5, loss=1.0, wishes=2**19 + 1, batch=7, groups=1, frozen=3),
+        RankReport(
+            *(5, 8.5, True, 15, 1.5, 3.0, True, 4),
+            **{"batch": 8, "site": 2, "groups": 2**19, "mixed": 2, "failed": True, "regroup": True},
+        ),
     ]
     for summary in exchanged(reports, [[True, True, False], [True, False, False]], dtype):
         assert summary.steps == [5, 5]
-        assert summary.samples == 40
+        assert summary.weights == [32, 8.5]
+        assert summary.batches == [7, 8]
+        assert summary.sites == [0, 2]
+        assert summary.frozen == [3, 0]
+        assert summary.failed == [1]
+        assert summary.regroup
+        assert (summary.groups, summary.mixed) == (2**19 + 1, 2)
         assert summary.stop
         assert summary.signal == 15
         assert summary.slowest == 1.5
-        assert summary.loss == 2.0
+        assert summary.losses == [1.0, 3.0]
         assert summary.again
         assert summary.wishes == 2**19 + 5
         assert summary.used.tolist() == [True, True, False]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torchbearer
 from torchbearer.callbacks import Callback, CallbackList
 
+from torchbearer_ddp.callbacks import scoped_trial
 from torchbearer_ddp.group import debug
 
 FIRST = -1
@@ -39,6 +40,10 @@ class OrderedCallback(Callback):  # type: ignore[misc]
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
             state[torchbearer.CALLBACK_LIST] = OrderedCallbackList.over(callbacks)
+        scoped_trial.install(state[torchbearer.SELF])
+
+    def leave(self) -> None:
+        """Called when run, evaluate or predict is left, also by an exception on this rank alone."""
 
 
 class OrderedCallbackList(CallbackList):  # type: ignore[misc]
@@ -69,6 +74,12 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             )
             self._orders[hook] = (len(ordered), ordered)
         return ordered
+
+    def leave(self) -> None:
+        """Calls ``leave`` of every callback of ours."""
+        for callback in self.callback_list:
+            if isinstance(callback, OrderedCallback):
+                callback.leave()
 
     def _call(self, hook: str, state: Any) -> None:
         debug.note_hook(hook, state)

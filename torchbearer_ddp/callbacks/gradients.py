@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,12 +12,14 @@ import torchbearer
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
-from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.gradients.accumulation import Accumulation
+from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
+from torchbearer_ddp.gradients.averager import Averager
 from torchbearer_ddp.gradients.header import MAX_WISHES, RankReport, StepSummary
-from torchbearer_ddp.gradients.model_reducer import ModelReducer
+from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
+from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
 from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
+from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.group import collectives, membership, stop_request
 
 
@@ -26,16 +28,29 @@ class _Step:
     """What is known of the running step.
 
     Attributes:
-        ran_backward: True once on_backward was called.
+        backwards: How many backward passes the running call of the closure has made.
+        accumulated: True once this batch was added to those before it.
+        weight: What the loss of the next backward pass divides by; None if on_criterion was not
+            called for it.
         agreed: What the last exchange has agreed; a single rank agrees with itself.
     """
 
-    ran_backward: bool = False
+    backwards: int = 0
+    accumulated: bool = False
+    weight: float | None = None
     agreed: RankReport | StepSummary = field(default_factory=RankReport)
 
 
 class SyncGradients(OrderedCallback):
     """Averages the gradients over all ranks after every backward, and agrees on when to stop.
+
+    No optimizer steps on gradients that were not averaged, wherever its step is called: in a
+    closure that does not call ``on_backward``, for a second optimizer in the state of the Trial, or
+    for a module that a callback trains.
+
+    The average is that of one process: at the first step the criterion is evaluated on parts of
+    the batch, which tells a loss that is a mean over its samples from one that sums, and from one
+    that divides by the weights of its targets.
 
     A stop that any callback asks for on any rank travels with the next gradient, so all ranks
     leave the loop at the same step: the one after the request, or the end of the epoch.
@@ -50,7 +65,13 @@ class SyncGradients(OrderedCallback):
         >>> trial = Trial(None, callbacks=[SyncGradients(weighted=True)])
 
     Args:
-        weighted: Average by batch size instead of equally, for batches that differ between ranks.
+        weighted: False to count all ranks equally. Else a rank counts by the samples (or by what
+            else its loss divides by), which is exact for batches that differ between ranks.
+        loss: ``'mean'``, ``'sum'`` or ``'coupled'`` (each rank has a loss of its own batch, and
+            they are averaged) instead of what is found at the first step.
+        weight: A function of the state: what the loss of the current batch divides by, where that
+            is neither the number of samples nor the weights of the targets.
+        skip: Modules and parameters that are left to each rank on purpose.
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
         bucket_mb: The size of a bucket in MiB; None for what suits the transport (25 for NCCL, else
             4).
@@ -63,8 +84,10 @@ class SyncGradients(OrderedCallback):
 
     State Requirements:
         - :attr:`torchbearer.state.MODEL`: The model whose gradients are averaged
-        - :attr:`torchbearer.state.OPTIMIZER`: What else it trains is averaged too
+        - :attr:`torchbearer.state.OPTIMIZER`: What else it trains is averaged too, like all modules
+          and optimizers in the state and on callbacks
         - :attr:`torchbearer.state.X`: Its first dimension is the batch size
+        - :attr:`torchbearer.state.CRITERION`: Evaluated on parts of the first batch
         - :attr:`torchbearer.state.STOP_TRAINING`: Becomes the same on every rank
     """
 
@@ -72,6 +95,7 @@ class SyncGradients(OrderedCallback):
     # stop: only then is it known whether they do.
     order: ClassVar[Mapping[str, int]] = {
         "on_start": FIRST,
+        "on_start_training": LAST,
         "on_sample": FIRST,
         "on_criterion": LAST,
         "on_backward": FIRST,
@@ -83,7 +107,10 @@ class SyncGradients(OrderedCallback):
     def __init__(
         self,
         *,
-        weighted: bool = False,
+        weighted: bool | None = None,
+        loss: str | None = None,
+        weight: Callable[[Any], float] | None = None,
+        skip: Iterable[Any] = (),
         transport: str = "auto",
         bucket_mb: float | None = None,
         compress: str | None = None,
@@ -97,49 +124,52 @@ class SyncGradients(OrderedCallback):
                 f"compress is {compress!r}: it is one of {', '.join(map(repr, HALVES))}, or None."
             )
         bucket_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
-        self._reduction = ModelReducer(Options(transport, weighted, bucket_bytes, compress))
+        self.skip = list(skip)
+        self._averager = Averager(Options(transport, bucket_bytes, compress), self.skip)
         self._accumulation = Accumulation(accumulate)
+        self._losses = LossVerdicts(loss, weight, weighted)
+        self._steps = OptimizerSteps(self._before_closure, self._before_update)
         self._polls: list[Callable[[], bool]] = []
         self._asks_to_stop = False
         self._step = _Step()
+        #: The state of the run that trains; None outside.
+        self._state: Any = None
+        self._seed: int | None = None
 
     def on_start(self, state: Any) -> None:
         """Before anything is drawn for training: from here on each rank has its own noise."""
+        self._accumulation.clear()
         group = membership.current()
-        if group is not None and group.member.world_size > 1 and not group.rng_diverged:
-            randomness.diverge_streams(group.member.rank)
-            group.rng_diverged = True
+        if group is not None and group.member.world_size > 1 and self._seed is None:
+            self._seed = torch.initial_seed()
+            randomness.enter_run(self._seed, group.runs, group.member.rank)
 
     def on_start_training(self, state: Any) -> None:
         """In each epoch anew: layers may have been added, moved or replaced in between."""
         self._asks_to_stop, self._step = False, _Step()
+        self._accumulation.check(state[torchbearer.OPTIMIZER])
         if collectives.world_size() > 1:
-            self._reduction.track(state[torchbearer.MODEL], state[torchbearer.OPTIMIZER])
+            self._state = state
+            self._averager.track(state)
+            self._steps.watch()
 
     def on_sample(self, state: Any) -> None:
         """The first hook of a step, in which nothing is agreed yet."""
         self._step = _Step()
+        self._averager.begin_step()
 
     def on_criterion(self, state: Any) -> None:
         """Right before backward: from here on a full bucket may travel while backward runs."""
-        self._accumulation.restore()
-        if self.reducer is not None and not self._accumulation.goes_on(state):
-            self.reducer.begin(batch_size(state))
+        average, weight = self._prepare(state)
+        self._accumulation.restore(average, weight)
+        # Gradients of several batches are not complete before they are divided.
+        alone = not self._accumulation.holds_gradients and not self._accumulation.goes_on(state)
+        if self.reducer is not None and alone:
+            self.reducer.begin(average, weight)
 
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and no callback has used them yet."""
-        self._step.ran_backward = True
-        if self._accumulation.hold(state):
-            return
-        report, group = self._report(state), membership.current()
-        if group is None or group.member.world_size == 1:
-            self._step.agreed = report
-            return
-        summary = self._step.agreed = self._reduction.reduce(group, report)
-        if _closure_decides(state):
-            # Every rank must come to the same decision on how often to call the closure.
-            with torch.no_grad():
-                state[torchbearer.LOSS].fill_(summary.loss)
+        self._after_backward(state, state.get(torchbearer.LOSS))
 
     def on_step_training(self, state: Any) -> None:
         """After every callback that may ask to stop at this step."""
@@ -147,12 +177,6 @@ class SyncGradients(OrderedCallback):
             if stop_request.requested():
                 state[torchbearer.STOP_TRAINING] = True
             return
-        if not self._step.ran_backward:
-            raise DesyncError(
-                "This step ended without on_backward being called, so the gradients were not "
-                "averaged. A custom closure must call "
-                "state[torchbearer.CALLBACK_LIST].on_backward(state) after backward."
-            )
         self._asks_to_stop = self._asks_to_stop or bool(state[torchbearer.STOP_TRAINING])
         # The other ranks do not know of a new request yet: all leave the loop at the next exchange.
         state[torchbearer.STOP_TRAINING] = self._step.agreed.stop
@@ -168,8 +192,33 @@ class SyncGradients(OrderedCallback):
 
     def on_end(self, state: Any) -> None:
         """Releases the buckets: the gradients stay valid, in memory of their own."""
-        self._reduction.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """What the run has changed for the whole process ends with it, also if it failed."""
+        self._steps.close()
+        self._averager.forget()
+        self._accumulation.clear()
+        self._state = None
         stop_request.stop_polling()
+        group = membership.current()
+        if self._seed is not None and group is not None:
+            randomness.leave_run(self._seed, group.runs)
+            group.runs += 1
+        self._seed = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found out about the losses."""
+        return {"losses": list(self._losses.kinds)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> SyncGradients:
+        """Restores what was found out about the losses.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
+        """
+        self._losses.kinds = list(state_dict.get("losses", []))
+        return self
 
     def register_wish(self, poll: Callable[[], bool]) -> int:
         """Lets every exchange of gradients carry one more yes or no from each rank to all.
@@ -202,6 +251,14 @@ class SyncGradients(OrderedCallback):
         return bool(self._step.agreed.wishes >> wish & 1)
 
     @property
+    def loss_kind(self) -> str | None:
+        """The kind of the loss: ``mean``, ``sum``, ``weighted``, ``coupled`` or ``unknown``.
+
+        None as long as it is not known.
+        """
+        return self._losses.kind()
+
+    @property
     def stop_signal(self) -> int:
         """The signal for which all ranks stop, as last agreed at this step or after it; or 0."""
         return self._step.agreed.signal
@@ -219,17 +276,79 @@ class SyncGradients(OrderedCallback):
     @property
     def reducer(self) -> Reducer | None:
         """What averages the gradients; None before the first exchange of a run and after it."""
-        return self._reduction.reducer
+        return self._averager.reducer
 
-    def _report(self, state: Any) -> RankReport:
+    def _prepare(self, state: Any) -> tuple[Average, float]:
+        """How the gradients of the coming or the last backward pass count."""
+        number = self._step.backwards
+        if collectives.world_size() > 1:
+            self._losses.find(state, number)
+        if self._step.weight is None:
+            self._step.weight = self._losses.weight(state, number)
+        return self._losses.average(number), self._step.weight
+
+    def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer may call its closure more than once for one batch."""
+        if self._state is not None and optimizer is self._state[torchbearer.OPTIMIZER]:
+            self._step.backwards = 0
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> None:
+        """Averages what an optimizer is about to use and no hook has averaged yet."""
+        state = self._state
+        if state is None or membership.current() is None:
+            return
+        is_main = optimizer is state[torchbearer.OPTIMIZER]
+        if is_main and not self._step.backwards and optimizer.param_groups:
+            self._after_backward(state, result)  # for a closure that does not call on_backward
+        if self._averager.needs_average(optimizer):
+            weight = float(batch_size(state))
+            self._exchange(state, Average.WEIGHTED, weight, result, optimizer)
+        self._averager.check_mixed(optimizer)
+
+    def _after_backward(self, state: Any, loss: Any) -> None:
+        average, weight = self._prepare(state)
+        self._step.backwards += 1
+        self._step.weight = None
+        if self._accumulation.is_used:
+            if self._step.accumulated:
+                raise ValueError(
+                    "accumulate adds up one backward pass of each batch, but this closure makes "
+                    "several. Use a larger batch instead of accumulate."
+                )
+            self._step.accumulated = True
+        total = self._accumulation.hold(state, average, weight)
+        if total is not None:
+            self._exchange(state, average, total, loss)
+
+    def _exchange(
+        self,
+        state: Any,
+        average: Average,
+        weight: float,
+        loss: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Averages new gradients, and agrees on what the header carries."""
+        report, group = self._report(state, weight), membership.current()
+        if group is None or group.member.world_size == 1:
+            self._step.agreed = report
+            return
+        # Every rank must come to the same decision on how often to call the closure.
+        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER])
+        shared = decides and torch.is_tensor(loss)
+        if shared:
+            report.loss = float(loss.detach())
+        summary = self._step.agreed = self._averager.reduce(group, report, average, optimizer)
+        if shared:
+            with torch.no_grad():
+                loss.fill_(self._averager.loss(average, summary))
+
+    def _report(self, state: Any, weight: float) -> RankReport:
         """What this rank reports to the others at this step."""
         signal = stop_request.requested() or 0
-        report = RankReport(stop=self._asks_to_stop or signal > 0, signal=signal)
+        report = RankReport(stop=self._asks_to_stop or signal > 0, signal=signal, weight=weight)
+        report.batch = state.get(torchbearer.BATCH) or 0
         report.wishes = sum(1 << number for number, poll in enumerate(self._polls) if poll())
-        if collectives.world_size() > 1:
-            report.batch_size = batch_size(state)
-            if _closure_decides(state):
-                report.loss = float(state[torchbearer.LOSS].detach())
         return report
 
     def _agree(self, state: Any, name: str) -> None:
@@ -248,8 +367,3 @@ class SyncGradients(OrderedCallback):
         """Lets this rank stop for the same signal as the others."""
         if self._step.agreed.signal:
             stop_request.request(self._step.agreed.signal)
-
-
-def _closure_decides(state: Any) -> bool:
-    """LBFGS uses the loss to decide how often to call the closure."""
-    return isinstance(state[torchbearer.OPTIMIZER], torch.optim.LBFGS)

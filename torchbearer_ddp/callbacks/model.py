@@ -9,14 +9,18 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback
+from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.group import collectives, replicas
+from torchbearer_ddp.group import collectives, replicas, trained
 from torchbearer_ddp.group.join import versions
 from torchbearer_ddp.log import announce
 
 
 class SyncModel(OrderedCallback):
     """Makes the replicas equal at the start, and checks that they stay equal.
+
+    A replica is all that a run trains: the model, the criterion, and every module and optimizer in
+    the state of the Trial, under any key, and in the attributes of its callbacks.
 
     Example: ::
 
@@ -57,8 +61,9 @@ class SyncModel(OrderedCallback):
         if collectives.world_size() == 1:
             return
         tensors = _replicated(state)
-        optimizer = state[torchbearer.OPTIMIZER]
-        compared = [*tensors, ("the optimizer's state", _optimizer_checksums(optimizer))]
+        optimizers = trained.optimizers(state)
+        states = [(f"the state of {n}", _checksums(each)) for n, each in optimizers.items()]
+        compared = [*tensors, *states]
         history = state[torchbearer.HISTORY]
         # Lengths of histories and checksums may differ, unlike the plan: they are made equal.
         everyone = collectives.agree(
@@ -77,13 +82,16 @@ class SyncModel(OrderedCallback):
                 "rank 0's model and optimizer state"
             )
             collectives.broadcast_tensors([tensor for _, tensor in tensors], "the model")
-            _broadcast_optimizer(optimizer)
+            for optimizer in optimizers.values():
+                _broadcast_optimizer(optimizer)
 
     def on_end_training(self, state: Any) -> None:
         """After the last step and before validation: BatchNorm statistics are averaged here."""
         if collectives.world_size() == 1:
             return
-        replicas.align_buffers(state[torchbearer.MODEL])
+        skipped = {id(inner) for each in _skipped(state) for inner in _modules_of(each)}
+        modules = [m for m in trained.modules(state).values() if id(m) not in skipped]
+        replicas.align_buffers(torch.nn.ModuleList(modules))
         epoch = state[torchbearer.EPOCH]
         if self._check and (epoch + 1) % self._check == 0:
             tensors = _replicated(state)
@@ -100,8 +108,20 @@ class SyncModel(OrderedCallback):
                 )
 
 
+def _skipped(state: Any) -> list[Any]:
+    """What SyncGradients leaves to each rank on purpose."""
+    callbacks = state[torchbearer.CALLBACK_LIST]
+    return [each for c in callbacks if isinstance(c, SyncGradients) for each in c.skip]
+
+
+def _modules_of(thing: Any) -> list[torch.nn.Module]:
+    return list(thing.modules()) if isinstance(thing, torch.nn.Module) else []
+
+
 def _replicated(state: Any) -> replicas.Named:
-    return replicas.replicated_tensors(state[torchbearer.MODEL], state[torchbearer.OPTIMIZER])
+    """Parameters and buffers, which must be equal on all ranks."""
+    skip = _skipped(state)
+    return [*trained.parameters(state, skip), *trained.buffers(state, skip)]
 
 
 def _shapes(tensors: replicas.Named) -> dict[str, str]:
@@ -117,14 +137,14 @@ def _plan(state: Any) -> dict[str, Any]:
         # Only the class of RankZeroOnly: other ranks need not have the callback inside it.
         "the callbacks": ", ".join(type(c).__name__ for c in state[torchbearer.CALLBACK_LIST]),
         "the metrics": str(state[torchbearer.METRIC_LIST]),
-        "the optimizer": type(state[torchbearer.OPTIMIZER]).__name__,
+        **{name: type(each).__name__ for name, each in trained.optimizers(state).items()},
         **{f"the version of {name}": version for name, version in versions().items()},
         **_shapes(_replicated(state)),
     }
 
 
-def _optimizer_checksums(optimizer: Any) -> torch.Tensor:
-    """One tensor for the whole of the optimizer's state: ranks may hold different keys."""
+def _checksums(optimizer: Any) -> torch.Tensor:
+    """One tensor for the whole of an optimizer's state: ranks may hold different keys."""
     parts = [torch.tensor(len(optimizer.state), dtype=torch.int64)]
     for group in optimizer.param_groups:
         for parameter in group["params"]:

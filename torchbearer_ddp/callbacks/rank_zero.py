@@ -8,7 +8,7 @@ from typing import Any
 from torchbearer.callbacks import Callback
 
 from torchbearer_ddp.callbacks.callback_order import OrderedCallback, define_hooks
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import collectives, local_work
 
 
 class RankZeroOnly(Callback):  # type: ignore[misc]
@@ -77,7 +77,8 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
 
     def _call(self, hook: str, state: Any) -> None:
         if self.callback is not None and collectives.is_rank_zero():
-            getattr(self.callback, hook)(state)
+            with local_work.local():  # the other ranks do not take the steps that it may take
+                getattr(self.callback, hook)(state)
 
 
 define_hooks(RankZeroOnly, RankZeroOnly._call)

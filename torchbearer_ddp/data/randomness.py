@@ -11,6 +11,8 @@ import numpy
 import torch
 
 _SEED_SPACE = 2**63
+#: Takes the place of a rank in the seed of the stream that all ranks have between runs.
+_BETWEEN_RUNS = 2**32 - 1
 
 
 def mix(seed: int, *numbers: int) -> int:
@@ -34,6 +36,36 @@ def diverge_streams(rank: int) -> None:
     """
     if rank:
         seed_all(mix(torch.initial_seed(), rank))
+
+
+def enter_run(seed: int, runs: int, rank: int) -> None:
+    """Gives each rank its own streams while a run trains.
+
+    Rank zero keeps its stream, which is the common one until then: it draws as a single process
+    would. ``seed`` is ``torch.initial_seed()`` at this moment, so that a seed set by the script
+    counts; ``runs`` is the number of runs before this one.
+    """
+    if rank:
+        seed_all(mix(seed, rank, runs))
+
+
+def leave_run(seed: int, runs: int) -> None:
+    """Gives all ranks one common stream after a run: a function of the seed and the runs so far.
+
+    ``seed`` and ``runs`` are those that :func:`enter_run` was given.
+    """
+    seed_all(mix(seed, _BETWEEN_RUNS, runs))
+
+
+def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if nothing was drawn between two calls of :func:`rng_state`."""
+    pairs = zip(_entries(one), _entries(other), strict=True)
+    return all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in pairs)
+
+
+def _entries(state: dict[str, Any]) -> Iterator[Any]:
+    for value in state.values():
+        yield from value if isinstance(value, list) else [value]
 
 
 def rng_state() -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torchbearer
 
+from torchbearer_ddp.gradients.weights import Average, counts_nothing
+
 
 class Accumulation:
     """Holds gradients until so many batches are done, then lets their average pass."""
@@ -20,38 +22,106 @@ class Accumulation:
         if batches < 1:
             raise ValueError(f"accumulate is {batches}: give the number of batches, at least 1.")
         self._batches = batches
-        self._done = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops what is held: a run starts with nothing of the run before."""
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._batches_done = 0
+        #: What the losses so far divide by together.
+        self._total = 0.0
+        #: The gradients so far are a sum, each times its weight, divided by this.
+        self._unit = 0.0
+
+    @property
+    def is_used(self) -> bool:
+        """True if a step takes several batches."""
+        return self._batches > 1
 
     @property
     def holds_gradients(self) -> bool:
         """True between a batch whose gradients were taken away and the step on them."""
-        return self._done > 0
+        return self._batches_done > 0
+
+    def check(self, optimizer: Any) -> None:
+        """Refuses what cannot be added up over several batches."""
+        if self._batches > 1 and closure_decides(optimizer):
+            raise ValueError(
+                "accumulate does not work with LBFGS, which calls its closure several times for "
+                "each batch. Use a larger batch instead."
+            )
+        if self._batches > 1 and not optimizer.param_groups:
+            raise ValueError(
+                "accumulate adds up what the optimizer of the Trial trains, but the Trial has "
+                "none. Give the Trial its optimizer, or use a larger batch instead."
+            )
 
     def goes_on(self, state: Any) -> bool:
         """True if the gradients of this batch wait for those of the next one."""
         batch: int = state[torchbearer.BATCH] + 1
         return batch % self._batches != 0 and bool(batch != state[torchbearer.STEPS])
 
-    def restore(self) -> None:
+    def restore(self, average: Average, weight: float) -> None:
         """Puts the gradients back, right before backward adds to them."""
-        for parameter, gradient in self._held:
-            parameter.grad = gradient
-        self._held = []
+        if not counts_nothing(average, weight):
+            for parameter, gradient in self._held:
+                parameter.grad = self._in_units_of(weight, average, gradient)
+            self._held, self._unit = [], weight
 
-    def hold(self, state: Any) -> bool:
-        """Takes this batch's gradients away and returns True, or makes their average ready."""
+    def hold(self, state: Any, average: Average, weight: float) -> float | None:
+        """Takes this batch's gradients away, or makes their average ready.
+
+        Args:
+            state: The state of the run.
+            average: How the batches count.
+            weight: What this batch's loss divides by.
+
+        Returns:
+            None if the gradients wait; else what all of the batches' losses divide by together.
+        """
         if self._batches == 1:
-            return False
-        for parameter, gradient in self._held:  # a closure that does not call on_criterion
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        groups = state[torchbearer.OPTIMIZER].param_groups
-        trained = [(p, p.grad) for g in groups for p in g["params"] if p.grad is not None]
-        self._done += 1
-        waits = self.goes_on(state)
-        self._held = trained if waits else []
+            return weight
+        if counts_nothing(average, weight):
+            for parameter in _parameters(state):
+                parameter.grad = None
+            weight, self._unit = 0.0, self._unit or 1.0
+        for parameter, gradient in self._held:  # it was not restored
+            added = self._in_units_of(weight, average, gradient)
+            parameter.grad = added if parameter.grad is None else parameter.grad + added
+        self._held, self._unit = [], weight or self._unit
+        self._batches_done += 1
+        self._total += weight
+        trained = [(p, p.grad) for p in _parameters(state) if p.grad is not None]
+        if self.goes_on(state):
+            self._held = trained
+            for parameter, _ in trained:
+                parameter.grad = None
+            return None
+        divisor = {
+            Average.SUM: 1.0,
+            Average.EQUAL: float(self._batches_done),
+            Average.WEIGHTED: self._total / self._unit or 1.0,
+        }[average]
         for parameter, gradient in trained:
-            parameter.grad = None if waits else gradient / self._done
-        if not waits:
-            self._done = 0
-        return waits
+            parameter.grad = gradient / divisor if divisor != 1.0 else gradient
+        total = self._total
+        self.clear()
+        return total
+
+    def _in_units_of(
+        self, weight: float, average: Average, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """A held gradient, scaled so that the gradient of a batch of this weight can be added."""
+        if average is not Average.WEIGHTED or not weight or weight == self._unit:
+            return gradient
+        return gradient * (self._unit / weight)
+
+
+def _parameters(state: Any) -> list[torch.nn.Parameter]:
+    groups = state[torchbearer.OPTIMIZER].param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def closure_decides(optimizer: Any) -> bool:
+    """LBFGS uses the loss to decide how often to call the closure."""
+    return isinstance(optimizer, torch.optim.LBFGS)

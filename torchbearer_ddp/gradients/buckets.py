@@ -19,37 +19,44 @@ class GradientBucket(Bucket):
     """A bucket and the gradients in it.
 
     Attributes:
+        group: The group of parameters that travel together; a bucket holds one group only.
         indices: The parameters in it, by their index in the list of parameters.
         views: The gradients in it, each in the shape and strides of its parameter.
     """
 
+    group: int = 0
     indices: list[int] = field(default_factory=list)
     views: list[torch.Tensor] = field(default_factory=list)
 
 
 def plan(
-    parameters: Sequence[torch.Tensor], bucket_bytes: int | None, header: int
+    parameters: dict[int, torch.nn.Parameter],
+    groups: Sequence[int],
+    bucket_bytes: int | None,
+    header: int,
 ) -> list[GradientBucket]:
-    """Distributes parameters over buckets, in the order in which their gradients appear.
+    """Distributes parameters, by index, over buckets in the order in which their gradients appear.
 
     A bucket is closed once it holds ``bucket_bytes``. The last one carries the header, and has a
-    dtype that can.
+    dtype that can. With several groups it carries nothing else: which of them travel is only known
+    from the header.
     """
     buckets: list[GradientBucket] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], GradientBucket] = {}
-    for index, parameter in enumerate(parameters):
-        kind = (parameter.dtype, parameter.device)
+    open_buckets: dict[tuple[torch.dtype, torch.device, int], GradientBucket] = {}
+    for index, parameter in parameters.items():
+        kind = (parameter.dtype, parameter.device, groups[index])
         bucket = open_buckets.get(kind)
         if bucket is None:
-            bucket = open_buckets[kind] = GradientBucket(*kind)
+            bucket = GradientBucket(parameter.dtype, parameter.device, group=groups[index])
+            open_buckets[kind] = bucket
             buckets.append(bucket)
         bucket.indices.append(index)
         bucket.numel += parameter.numel()
         limit = bucket_bytes or _default_bytes(parameter.device)
         if bucket.numel * parameter.element_size() >= limit:
             del open_buckets[kind]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    fit = [b for b in buckets if b.dtype in _HEADER_DTYPES]
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    fit = [b for b in buckets if b.dtype in _HEADER_DTYPES and not any(groups)]
     carrier = fit[-1] if fit else GradientBucket(torch.float32, device)
     carrier.header = header
     return [b for b in buckets if b is not carrier] + [carrier]
@@ -67,9 +74,9 @@ def _default_bytes(device: torch.device) -> int:
 def place(
     buckets: list[GradientBucket],
     tensors: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Gives every parameter its view into the tensor of its bucket; returns the views."""
+    parameters: dict[int, torch.nn.Parameter],
+) -> dict[int, torch.Tensor]:
+    """Gives every parameter its view into the tensor of its bucket; returns the views by index."""
     views: dict[int, torch.Tensor] = {}
     for bucket, tensor in zip(buckets, tensors, strict=True):
         sizes = [parameters[index].numel() for index in bucket.indices]
@@ -77,7 +84,7 @@ def place(
         for index, part in zip(bucket.indices, parts, strict=True):
             views[index] = _view(part, parameters[index])
             bucket.views.append(views[index])
-    return [views[index] for index in range(len(parameters))]
+    return views
 
 
 def _view(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,11 @@ import numpy
 import numpy.typing
 import torch
 
-#: A step number must be exact in single precision.
-_STEP_MODULUS = 2**22
-#: So many wishes fit one number that is exact in single precision.
+#: Numbers up to twice this are exact in single precision.
+_MODULUS = 2**22
+#: So many yes-or-no marks fit one number that is exact in single precision.
 MAX_WISHES = 20
+MAX_GROUPS = 20
 
 
 @dataclass
@@ -27,27 +28,43 @@ class RankReport:
 
     Attributes:
         step: The number of exchanges so far: the same on ranks that are in step.
-        batch_size: The number of samples behind this gradient.
+        weight: What the loss behind this gradient divides by: the number of samples, mostly.
         stop: True to ask that all ranks leave the loop at this step.
         signal: The number of the signal this rank has received, or 0.
         seconds: How long this rank took since the last exchange.
         loss: The loss behind this gradient.
         again: True if gradients have changed since they were sent.
         wishes: One bit for each registered wish that this rank expresses.
+        batch: The number of the batch in its epoch.
+        site: 0 after a backward of the Trial's closure; else the number of the optimizer that is
+            about to step.
+        groups: One bit for each group of parameters that has gradients to average.
+        mixed: One bit for each group with gradients that were added to an average.
+        frozen: The number of parameters that do not require a gradient.
+        failed: True if the backward pass of this exchange failed after some buckets were sent.
+        regroup: True if a parameter outside all buckets has a gradient.
     """
 
     step: int = 0
-    batch_size: int = 1
+    weight: float = 1.0
     stop: bool = False
     signal: int = 0
     seconds: float = 0.0
     loss: float = 0.0
     again: bool = False
     wishes: int = 0
+    batch: int = 0
+    site: int = 0
+    groups: int = 0
+    mixed: int = 0
+    frozen: int = 0
+    failed: bool = False
+    regroup: bool = False
 
 
 #: The elements of a row, in this order.
-_FIELDS = len(fields(RankReport))
+_NAMES = tuple(each.name for each in fields(RankReport))
+_FIELDS = len(_NAMES)
 
 
 @dataclass
@@ -56,29 +73,43 @@ class StepSummary:
 
     Attributes:
         steps: Each rank's step.
-        samples: The number of samples over all ranks.
+        weights: Each rank's weight.
+        losses: Each rank's loss.
+        batches: Each rank's batch.
+        sites: Each rank's site.
+        frozen: Each rank's number of frozen parameters.
+        failed: The ranks whose backward pass failed.
         stop: True if any rank asked to stop.
         signal: The largest signal number any rank has received, or 0.
         slowest: The longest any rank took since the last exchange, in seconds.
-        loss: The mean loss over all ranks.
         again: True if any rank's gradients have changed since they were sent.
+        regroup: True if any rank has a gradient outside all buckets.
         wishes: The bits that any rank has set.
+        groups: The bits that any rank has set.
+        mixed: The bits that any rank has set.
         used: One entry per parameter: whether any rank has a gradient for it.
     """
 
     steps: list[int]
-    samples: float
+    weights: list[float]
+    losses: list[float]
+    batches: list[int]
+    sites: list[int]
+    frozen: list[int]
+    failed: list[int]
     stop: bool
     signal: int
     slowest: float
-    loss: float
     again: bool
+    regroup: bool
     wishes: int
+    groups: int
+    mixed: int
     used: numpy.typing.NDArray[numpy.bool_]
 
     def in_step(self, step: int) -> bool:
         """True if every rank is at this step."""
-        return all(each == step % _STEP_MODULUS for each in self.steps)
+        return all(each == step % _MODULUS for each in self.steps)
 
 
 class Header:
@@ -102,7 +133,7 @@ class Header:
         values = self._values
         values[: self._rows] = 0
         step, *others = vars(report).values()
-        values[self._mine] = (step % _STEP_MODULUS, *others)
+        values[self._mine] = (step % _MODULUS, *others)
         values[self._rows :] = 1 if used is None else used
         if not self._on_host:
             self._place.copy_(torch.from_numpy(values))
@@ -112,16 +143,30 @@ class Header:
         values = self._values if self._on_host else self._place.cpu().numpy()
         rows = values[: self._rows].reshape(-1, _FIELDS)
         # One call for what is a handful of numbers: python's own arithmetic is faster on those.
-        columns = zip(*rows.tolist(), strict=True)
-        steps, samples, stops, signals, seconds, losses, again, wishes = columns
+        column = dict(zip(_NAMES, zip(*rows.tolist(), strict=True), strict=True))
         return StepSummary(
-            steps=[int(step) for step in steps],
-            samples=sum(samples),
-            stop=any(stops),
-            signal=int(max(signals)),
-            slowest=max(seconds),
-            loss=sum(losses) / len(losses),
-            again=any(again),
-            wishes=functools.reduce(operator.or_, map(int, wishes)),
+            steps=_whole(column["step"]),
+            weights=list(column["weight"]),
+            losses=list(column["loss"]),
+            batches=_whole(column["batch"]),
+            sites=_whole(column["site"]),
+            frozen=_whole(column["frozen"]),
+            failed=[rank for rank, failed in enumerate(column["failed"]) if failed],
+            stop=any(column["stop"]),
+            signal=int(max(column["signal"])),
+            slowest=max(column["seconds"]),
+            again=any(column["again"]),
+            regroup=any(column["regroup"]),
+            wishes=_bits(column["wishes"]),
+            groups=_bits(column["groups"]),
+            mixed=_bits(column["mixed"]),
             used=values[self._rows :] > 0,
         )
+
+
+def _whole(column: tuple[float, ...]) -> list[int]:
+    return [int(each) for each in column]
+
+
+def _bits(column: tuple[float, ...]) -> int:
+    return functools.reduce(operator.or_, map(int, column))

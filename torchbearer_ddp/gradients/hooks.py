@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +15,45 @@ Send = Callable[[int], None]
 Hook = Callable[[torch.Tensor], None]
 
 
+@dataclass
+class Marks:
+    """Which gradients must be averaged before an optimizer uses them; parameters by identity.
+
+    Attributes:
+        changed: Backward has written the gradient since it was averaged.
+        averaged: The gradient was averaged in this step. A callback may have replaced it since, by
+            a clipped one.
+        mixed: Backward has added to an average.
+    """
+
+    changed: set[int] = field(default_factory=set)
+    averaged: set[int] = field(default_factory=set)
+    mixed: set[int] = field(default_factory=set)
+
+    def needs_average(self, parameter: torch.Tensor, view: torch.Tensor | None = None) -> bool:
+        """True if the gradient is new; ``view`` is where the last average was handed out."""
+        if parameter.grad is None:
+            return False
+        if id(parameter) in self.changed:
+            return True
+        return parameter.grad is not view and id(parameter) not in self.averaged
+
+    def note_average(self, identities: frozenset[int]) -> None:
+        """Marks gradients as averaged."""
+        self.changed -= identities
+        self.mixed -= identities
+        self.averaged |= identities
+
+
 class GradientHooks:
-    """One hook on each of some parameters, until it is closed; without any it does nothing."""
+    """One hook on each of some parameters, until it is closed."""
 
     #: How many buckets were sent during this backward.
     sent = 0
     _send: Send | None = None
 
     def __init__(self, hooks: Iterable[tuple[torch.Tensor, Hook]] = ()) -> None:
-        self._handles: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter, hook in hooks
-        ]
+        self._handles: list[Any] = [_register(parameter, hook) for parameter, hook in hooks]
 
     def arm(self, send: Send) -> None:
         """Begins to act on gradients that appear."""
@@ -41,6 +69,17 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _register(parameter: torch.Tensor, hook: Hook) -> Any:
+    """Registers a hook also on a parameter that is frozen now: it may be thawed later."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle
 
 
 class GradientOrder(GradientHooks):
@@ -64,30 +103,67 @@ class GradientOrder(GradientHooks):
         return lambda _: self._seen.setdefault(index)
 
 
-class EarlySends(GradientHooks):
+class ChangedGradients(GradientHooks):
+    """Marks every gradient that backward writes.
+
+    Subclasses do more with it: :meth:`_appeared` is called with the index of the parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor | None],
+        marks: Marks,
+    ) -> None:
+        self._parameters = parameters
+        self._views = views
+        self._marks = marks
+        super().__init__((p, self._hook(i, id(p))) for i, p in enumerate(parameters))
+
+    def _hook(self, index: int, identity: int) -> Hook:
+        view, marks, appeared = self._views[index], self._marks, self._appeared
+
+        def changed(parameter: torch.Tensor) -> None:
+            if view is not None and identity not in marks.changed and parameter.grad is view:
+                marks.mixed.add(identity)
+            marks.changed.add(identity)
+            if self._send is not None:
+                appeared(index, parameter)
+
+        return changed
+
+    def _appeared(self, index: int, parameter: torch.Tensor) -> None:
+        pass
+
+
+class EarlySends(ChangedGradients):
     """Sends each bucket as soon as its gradients are complete.
 
     Buckets are sent in their order, the same on every rank; the last one, with the header, waits
     for the end of backward, when it is known which parameters were used.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], buckets: list[GradientBucket]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor | None],
+        marks: Marks,
+        buckets: list[GradientBucket],
+    ) -> None:
         self._buckets = buckets[:-1]
+        self._bucket_of = {i: number for number, b in enumerate(self._buckets) for i in b.indices}
         #: By bucket the parameters whose gradients have not appeared yet.
         self._missing: list[set[int]] = []
         self._changed = False
-        super().__init__(
-            (parameters[index], self._hook(index, number))
-            for number, bucket in enumerate(self._buckets)
-            for index in bucket.indices
-        )
+        super().__init__(parameters, views, marks)
 
     def arm(self, send: Send) -> None:
         """Begins to send, unless backward would add to gradients while they are sent."""
-        self.disarm()  # after a backward that failed
         if all(parameter.grad is None for parameter in self._parameters):
-            self._missing = [set(bucket.indices) for bucket in self._buckets]
+            self._missing = [
+                {i for i in bucket.indices if self._parameters[i].requires_grad}
+                for bucket in self._buckets
+            ]
             super().arm(send)
 
     def disarm(self) -> tuple[int, bool]:
@@ -96,39 +172,31 @@ class EarlySends(GradientHooks):
         self.sent, self._changed, self._send = 0, False, None
         return done
 
-    def _hook(self, index: int, bucket: int) -> Hook:
-        def appeared(_: torch.Tensor) -> None:
-            if self._send is None:
-                return
-            if index not in self._missing[bucket]:
-                self._changed = True
-                return
-            self._missing[bucket].remove(index)
-            while self.sent < len(self._missing) and not self._missing[self.sent]:
-                self._send(self.sent)
-                self.sent += 1
-
-        return appeared
+    def _appeared(self, index: int, parameter: torch.Tensor) -> None:
+        bucket = self._bucket_of.get(index)
+        if bucket is None:
+            return
+        if bucket < self.sent or index not in self._missing[bucket]:
+            self._changed = True
+            return
+        self._missing[bucket].remove(index)
+        while self.sent < len(self._missing) and not self._missing[self.sent]:
+            self._send(self.sent)  # type: ignore[misc]
+            self.sent += 1
 
 
-class EarlyCopies(GradientHooks):
+class EarlyCopies(ChangedGradients):
     """Copies each gradient to its bucket as soon as it appears, while the cache still holds it.
 
     The gradient then lives in its bucket, and its own memory is free for the next one, so backward
     goes on in memory that the cache holds too. A second backward adds to what lies in the bucket.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        super().__init__((p, self._hook(v)) for p, v in zip(parameters, views, strict=True))
-
-    def _hook(self, view: torch.Tensor) -> Hook:
-        def appeared(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            if self._send is None or gradient is None or gradient is view:
-                return
-            # One that is differentiated again, or has another layout, is copied after backward.
-            if gradient.layout is torch.strided and not gradient.requires_grad:
-                view.copy_(gradient)
-                parameter.grad = view
-
-        return appeared
+    def _appeared(self, index: int, parameter: torch.Tensor) -> None:
+        gradient, view = parameter.grad, self._views[index]
+        if gradient is None or view is None or gradient is view:
+            return
+        # One that is differentiated again, or has another layout, is copied after backward.
+        if gradient.layout is torch.strided and not gradient.requires_grad:
+            view.copy_(gradient)
+            parameter.grad = view

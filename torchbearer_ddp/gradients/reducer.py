@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients import buckets as layout
+from torchbearer_ddp.gradients import sparse
+from torchbearer_ddp.gradients.exchange import Exchange, Trained
 from torchbearer_ddp.gradients.header import Header, RankReport, StepSummary
-from torchbearer_ddp.gradients.hooks import EarlyCopies, EarlySends, GradientHooks
+from torchbearer_ddp.gradients.hooks import ChangedGradients, EarlyCopies, EarlySends, Marks
 from torchbearer_ddp.gradients.transports.choose import choose
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.gradients.weights import Average, Weights, counts_nothing
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
-
-#: The parts of a sparse gradient: its indices and values.
-Sparse = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -42,13 +41,11 @@ class Options:
 
     Attributes:
         transport: The name of the transport, or ``auto``.
-        weighted: True to weight each rank by its batch size.
         bucket_bytes: The size of a bucket, or None for what suits the device.
         compress: ``bf16`` or ``fp16`` on the wire, or None.
     """
 
     transport: str = "auto"
-    weighted: bool = False
     bucket_bytes: int | None = None
     compress: str | None = None
 
@@ -61,71 +58,122 @@ class Reducer:
 
     Args:
         group: The group of all ranks.
-        parameters: What is trained, the same on every rank, in the order of their gradients.
-        sparse: The parameters (by identity) whose gradients are sparse.
+        trained: What is trained, the same on every rank, in the order of their gradients.
         options: How to exchange them.
+        weights: How much each rank counts.
+        marks: Which gradients are new; shared with the reducer before this one.
     """
 
     def __init__(
         self,
         group: Group,
-        parameters: Sequence[torch.nn.Parameter],
-        sparse: set[int],
+        trained: Sequence[Trained],
         options: Options,
+        weights: Weights | None = None,
+        marks: Marks | None = None,
     ) -> None:
         member = group.member
         self._group = group
-        self._weighted = options.weighted
-        self._dense = [p for p in parameters if id(p) not in sparse]
-        self._sparse = [p for p in parameters if id(p) in sparse]
-        header = Header.size(member.world_size, len(self._dense))
-        self._buckets = layout.plan(self._dense, options.bucket_bytes, header)
+        self._weights = weights or Weights(member.world_size)
+        self._marks = marks or Marks()
+        self._parameters = [each.parameter for each in trained]
+        self._groups = [each.group for each in trained]
+        self._sparse = [index for index, each in enumerate(trained) if each.is_sparse]
+        dense = {i: each.parameter for i, each in enumerate(trained) if not each.is_sparse}
+        header = Header.size(member.world_size, len(trained))
+        self._buckets = layout.plan(dense, self._groups, options.bucket_bytes, header)
         self._transport, self.choice = choose(
             group, options.transport, self._buckets, options.compress
         )
         self._tensors = self._transport.tensors
-        self._views = layout.place(self._buckets, self._tensors, self._dense)
+        placed = layout.place(self._buckets, self._tensors, dense)
+        self._views = [placed.get(index) for index in range(len(trained))]
         self._header = Header(self._tensors[-1][-header:], member.rank, member.world_size)
+        self._identities = {
+            group: frozenset(id(each.parameter) for each in trained if each.group == group)
+            for group in {0, *self._groups}
+        }
+        self._kinds = self._current_kinds()
+        self._sends_early = self._transport.overlaps and len(self._identities) == 1
+        self._begun = False
         self._hooks = self._make_hooks()
         self._step = 0
         self._since = time.perf_counter()
         self.timing = Timing()
 
-    def _make_hooks(self) -> GradientHooks:
+    def _make_hooks(self) -> ChangedGradients:
+        watched = (self._parameters, self._views, self._marks)
         if len(self._buckets) == 1:
-            # The gradients are still in cache after backward; hooks would only add overhead.
-            return GradientHooks()
-        if self._transport.overlaps:
-            return EarlySends(self._dense, self._buckets)
-        return EarlyCopies(self._dense, self._views)
+            # The gradients are still in cache after backward; copying early would cost more.
+            return ChangedGradients(*watched)
+        if self._sends_early:
+            return EarlySends(*watched, self._buckets)
+        return EarlyCopies(*watched)
 
     @property
     def parameters(self) -> int:
         """The number of parameters whose gradients are exchanged."""
-        return len(self._dense) + len(self._sparse)
+        return len(self._parameters)
 
     @property
     def buckets_sent(self) -> int:
         """The number of buckets that the running backward has sent so far."""
         return self._hooks.sent
 
+    @property
+    def is_sending(self) -> bool:
+        """True if buckets may be under way: an exchange was begun and not completed."""
+        return self._begun
+
+    @property
+    def is_outdated(self) -> bool:
+        """True once parameters were converted, or a view was moved out of its bucket.
+
+        Converting a module replaces the memory under the views: ``parameter.grad is view`` stays
+        true, though the view no longer lies in the bucket.
+        """
+        return self._current_kinds() != self._kinds
+
+    def _current_kinds(self) -> tuple[list[torch.dtype], list[int]]:
+        dtypes = [parameter.dtype for parameter in self._parameters]
+        return dtypes, [view.data_ptr() for view in self._views if view is not None]
+
+    def has_new_gradient(self, identities: set[int] | frozenset[int]) -> bool:
+        """True if any of these parameters has a gradient that was not averaged."""
+        return any(
+            id(parameter) in identities and self._marks.needs_average(parameter, view)
+            for parameter, view in zip(self._parameters, self._views, strict=True)
+        )
+
     def close(self) -> None:
         """Removes the hooks, and copies out the gradients that lie in the buckets."""
-        for parameter, view in zip(self._dense, self._views, strict=True):
-            if parameter.grad is view:
-                parameter.grad = view.clone()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if view is not None and parameter.grad is view:
+                # A converted parameter has no use for a gradient of another kind.
+                same = (view.dtype, view.device) == (parameter.dtype, parameter.device)
+                parameter.grad = view.clone() if same else None
         self._hooks.close()
 
-    def begin(self, batch_size: int) -> None:
+    def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass: from here on gradients are copied or sent as they appear."""
-        weight = self._weight(batch_size)
-        self._hooks.arm(lambda index: self._start(index, weight))
+        if self._sends_early:
+            if self._begun and all(parameter.grad is None for parameter in self._parameters):
+                self._abandon()
+            self._begun = True
+        factor, empty = self._weights.of(average, weight), counts_nothing(average, weight)
+        self._hooks.arm(lambda index: self._start(index, factor, empty))
 
-    def reduce(self, report: RankReport) -> StepSummary:
-        """Replaces every gradient by its average over all ranks.
+    def reduce(
+        self,
+        report: RankReport,
+        average: Average = Average.WEIGHTED,
+        only: int | None = None,
+    ) -> StepSummary:
+        """Replaces every new gradient by its average over all ranks.
 
-        A parameter that no rank used keeps ``grad is None``; where only some ranks used it, the
-        others count as zero. The step and the time are filled into the report here.
+        A parameter that no rank used keeps its ``grad``; where only some ranks used it, the others
+        count as zero. The step, the time and the groups are filled into the report here; with
+        ``only`` no group but this one is averaged.
 
         Raises:
             DesyncError: If the ranks are not at the same step.
@@ -133,107 +181,156 @@ class Reducer:
         started = time.perf_counter()
         report.step, report.seconds = self._step, started - self._since
         sent, report.again = self._hooks.disarm()
-        used = [parameter.grad is not None for parameter in self._dense]
-        activity = f"the gradients of exchange {self._step}"
-        summary = self._exchange(report, used, activity, sent)
+        self._begun = True
+        used = self._find_new(report)
+        if only is not None:
+            report.groups &= 1 << only
+        exchange = Exchange(report, used, average, counts_nothing(average, report.weight))
+        summary = self._exchange(exchange, sent)
         if summary.again:
             # Backward ran more than once, so the buckets sent during the first were incomplete.
+            self._sends_early = False
             self._hooks.close()
-            summary = self._exchange(report, used, f"{activity}, again")
-        self._hand_out(summary, used)
-        if self._sparse:
-            samples = max(summary.samples, 1.0) if self._weighted else 1.0
-            self._reduce_sparse(self._weight(report.batch_size) / samples)
-        self._step += 1
+            self._hooks = self._make_hooks()
+            summary = self._exchange(exchange)
+        self._hand_out(summary, exchange)
+        self._begun = False
         self._group.past_first_step = True
         self._since = time.perf_counter()
         waiting = max(0.0, summary.slowest - report.seconds)
         self.timing = Timing(report.seconds, waiting, max(0.0, self._since - started - waiting))
         return summary
 
-    def _weight(self, batch_size: int) -> float:
-        """The weight of this rank; the sum of batch sizes is only known from the header."""
-        return batch_size if self._weighted else 1.0 / self._group.member.world_size
+    def _find_new(self, report: RankReport) -> list[bool]:
+        """Which parameters have a gradient to average; fills in the groups they are in."""
+        marks = self._marks
+        used = []
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            new = marks.needs_average(parameter, view)
+            if new and view is not None and parameter.grad.is_sparse:  # type: ignore[union-attr]
+                new, report.regroup = False, True
+            used.append(new)
+        if len(self._identities) > 1:
+            report.groups = _bits(g for g, new in zip(self._groups, used, strict=True) if new)
+        if marks.mixed:
+            report.mixed = _bits(g for g, i in self._identities.items() if i & marks.mixed)
+        return used
 
-    def _start(self, index: int, weight: float) -> None:
+    def _keep(self, exchange: Exchange) -> None:
+        """Keeps gradients to put back if no rank has a new one in their place."""
+        overlaps = self._transport.overlaps
+        for index in exchange.indices:
+            gradient, view = self._parameters[index].grad, self._views[index]
+            new = exchange.used[index]
+            if gradient is None or (new and not (overlaps and gradient is view)):
+                continue
+            # What lies in a bucket is overwritten by the sum, and may have to be sent again.
+            kept = gradient.clone() if gradient is view else gradient
+            exchange.kept[index] = self._parameters[index].grad = kept
+
+    def _abandon(self) -> None:
+        """Completes the exchange of a backward pass that failed, as every rank does."""
+        sent, _ = self._hooks.disarm()
+        report = RankReport(step=self._step, weight=0.0, failed=True)
+        nothing = [False] * len(self._parameters)
+        self._exchange(Exchange(report, nothing, Average.EQUAL, empty=True), sent)
+        self._step += 1
+
+    def _start(self, index: int, factor: float, empty: bool) -> None:
         applied = self._transport.applies_weight
-        self._fill(self._buckets[index], 1.0 if applied else weight)
-        self._transport.start(index, weight if applied else 1.0)
+        self._fill(self._buckets[index], 1.0 if applied else factor, empty)
+        self._transport.start(index, factor if applied else 1.0)
 
     @torch.no_grad()
-    def _fill(self, bucket: layout.GradientBucket, weight: float) -> None:
+    def _fill(self, bucket: layout.GradientBucket, factor: float, empty: bool) -> None:
         """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
         sources: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         for index, view in zip(bucket.indices, bucket.views, strict=True):
-            parameter = self._dense[index]
-            if parameter.grad is None:
+            gradient = self._parameters[index].grad
+            if gradient is None or empty or gradient.is_sparse:
                 view.zero_()
-            elif weight != 1.0:
-                torch.mul(_gradient(parameter), weight, out=view)
-            elif parameter.grad is not view:
-                sources.append(_gradient(parameter))
+            elif factor != 1.0:
+                torch.mul(gradient, factor, out=view)
+            elif gradient is not view:
+                sources.append(gradient)
                 places.append(view)
         if places:
             torch._foreach_copy_(places, sources)
 
-    def _exchange(
-        self, report: RankReport, used: list[bool], activity: str, sent: int = 0
-    ) -> StepSummary:
+    def _exchange(self, exchange: Exchange, sent: int = 0) -> StepSummary:
         # The timeout starts here: buckets sent during backward do not block.
-        wait = Wait(self._group, activity)
-        self._header.write(report, None if all(used) else used)
-        weight = self._weight(report.batch_size)
-        for index in range(sent, len(self._buckets)):
+        report = exchange.report
+        wait = Wait(self._group, f"the gradients of exchange {self._step}")
+        self._header.write(report, None if all(exchange.used) else exchange.used)
+        last = len(self._buckets) - 1
+        if len(self._identities) == 1:
+            exchange.indices = range(len(self._parameters))
+            self._keep(exchange)
+            self._sum(range(last + 1), sent, exchange, wait)
+            summary = self._header.read()
+            summary.groups = 1
+        else:
+            self._sum([last], 0, exchange, wait)
+            summary = self._header.read()
+            chosen = [i for i in range(last) if summary.groups >> self._buckets[i].group & 1]
+            exchange.indices = [i for i, g in enumerate(self._groups) if summary.groups >> g & 1]
+            self._keep(exchange)
+            self._sum(chosen, 0, exchange, wait)
+        self._check(summary)
+        return summary
+
+    def _sum(self, indices: Sequence[int], sent: int, exchange: Exchange, wait: Wait) -> None:
+        factor = self._weights.of(exchange.average, exchange.report.weight)
+        for index in indices[sent:]:
             # One by one: the first is already being summed while the next is filled.
-            self._start(index, weight)
-        for index in range(len(self._buckets)):
+            self._start(index, factor, exchange.empty)
+        for index in indices:
             self._transport.finish(index, wait)
-        summary = self._header.read()
+
+    def _check(self, summary: StepSummary) -> None:
+        problem = None
         if not summary.in_step(self._step):
-            self._group.broken = True
             steps = "; ".join(f"rank {r} at {step}" for r, step in enumerate(summary.steps))
-            raise DesyncError(
+            problem = (
                 f"The ranks exchanged gradients of different steps: {steps}. Every rank must run "
                 "the same number of backward passes: look for a step that only some ranks take."
             )
-        return summary
+        elif summary.failed and len(summary.failed) < self._group.member.world_size:
+            problem = (
+                f"The backward pass of rank {', '.join(map(str, summary.failed))} failed and its "
+                "batch was skipped, but the other ranks went on with theirs. Skip a batch on "
+                "every rank, or let the exception end the run."
+            )
+        if problem:
+            self._group.broken = True
+            raise DesyncError(problem)
 
-    def _hand_out(self, summary: StepSummary, used: list[bool]) -> None:
-        if self._weighted:
+    def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
+        average, report = exchange.average, exchange.report
+        correction = self._weights.correction(average, summary.weights)
+        groups = [g for g in self._identities if summary.groups >> g & 1]
+        if correction != 1.0:
             for bucket, tensor in zip(self._buckets, self._tensors, strict=True):
-                tensor[: bucket.numel].mul_(1.0 / max(summary.samples, 1.0))
-        # Where every parameter has a gradient on this rank, the marks need not be read.
-        marks = used if all(used) else summary.used.tolist()
-        for parameter, view, somewhere in zip(self._dense, self._views, marks, strict=True):
-            gradient = view if somewhere else None
-            if parameter.grad is not gradient:
+                if bucket.group in groups:
+                    tensor[: bucket.numel].mul_(correction)
+        # Where every parameter has a new gradient on this rank, the marks need not be read.
+        marks = exchange.used if all(exchange.used) else summary.used.tolist()
+        for index in exchange.indices:
+            parameter, view = self._parameters[index], self._views[index]
+            gradient = view if marks[index] else exchange.kept.get(index)
+            if parameter.grad is not gradient and (view is not None or not marks[index]):
                 parameter.grad = gradient
-
-    def _reduce_sparse(self, weight: float) -> None:
-        """Gathers the sparse gradients: summing them densely would cost the whole table."""
-        mine = [_scaled(parameter.grad, weight) for parameter in self._sparse]
-        everyone = collectives.all_gather(mine, "the sparse gradients")
-        for parameter, *parts in zip(self._sparse, *everyone, strict=True):
-            present = [part for part in parts if part is not None]
-            parameter.grad = _combine(present, parameter) if present else None
+        if sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]:
+            factor = self._weights.of(average, report.weight) * correction
+            sparse.reduce(sparse_used, 0.0 if exchange.empty else factor)
+        for group in groups:
+            self._marks.note_average(self._identities[group])
+        self._step += 1
 
 
-def _scaled(gradient: torch.Tensor | None, weight: float) -> Sparse | None:
-    """A gradient in parts, weighted, if there is one."""
-    if gradient is None:
-        return None
-    sparse = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-    return sparse.indices(), sparse.values() * weight
-
-
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient as a dense tensor: an operation may give a sparse one unasked."""
-    gradient: torch.Tensor = parameter.grad  # type: ignore[assignment]
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _combine(parts: list[Sparse], parameter: torch.Tensor) -> torch.Tensor:
-    indices = torch.cat([i for i, _ in parts], dim=1).to(parameter.device)
-    values = torch.cat([v for _, v in parts]).to(parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+def _bits(numbers: Iterable[int]) -> int:
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return bits

@@ -60,23 +60,37 @@ class Group:
     past_first_step: bool = False
     #: True once a wait has failed: messages may be pending that no rank will receive.
     broken: bool = False
-    #: True once each rank draws from its own random stream.
-    rng_diverged: bool = False
+    #: The number of runs, evaluations and predictions begun so far.
+    runs: int = 0
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
-    _channels: tuple[Any, Any] | None = field(default=None, repr=False)
+    #: Channels that were made, by their ranks and purpose: each has threads and sockets.
+    _channels: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    #: Channels with messages that no rank will receive; their memory must not be freed.
+    _abandoned: list[Any] = field(default_factory=list, repr=False)
 
     def make_channels(self) -> tuple[Any, Any]:
         """The channels for small values and for gradients; collective the first time."""
-        if self._channels is None:
-            self._channels = self.channel_between(), self.channel_between(backend=None)
-        return self._channels
+        return self.channel_between(purpose="control"), self.channel_between(backend=None)
 
-    def channel_between(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
-        """Makes a channel of some ranks, or of all; collective, also for ranks not in it."""
-        timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
-        with gloo_interface(self.address):
-            return dist.new_group(ranks, backend=backend, timeout=timeout)
+    def channel_between(
+        self,
+        ranks: list[int] | None = None,
+        backend: str | None = "gloo",
+        purpose: str = "gradients",
+    ) -> Any:
+        """The channel of some ranks, or of all; the first time collective, also for other ranks."""
+        key = (purpose, backend, *(ranks or ()))
+        if key not in self._channels:
+            timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
+            with gloo_interface(self.address):
+                self._channels[key] = dist.new_group(ranks, backend=backend, timeout=timeout)
+        return self._channels[key]
+
+    def abandon_gradients(self) -> None:
+        """Lets new channels be made for gradients: messages are left in those there are."""
+        for key in [key for key in self._channels if key[0] == "gradients"]:
+            self._abandoned.append(self._channels.pop(key))
 
     @property
     def control(self) -> Any:

@@ -14,23 +14,6 @@ from torchbearer_ddp.group import collectives
 Named = list[tuple[str, torch.Tensor]]
 
 
-def trained_tensors(model: torch.nn.Module, optimizer: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Every parameter once: the model's, and others that the optimizer trains (a learned loss)."""
-    found = list(model.named_parameters())
-    seen = {id(parameter) for _, parameter in found}
-    for g, group in enumerate(optimizer.param_groups):
-        for p, parameter in enumerate(group["params"]):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append((f"optimizer.param_groups[{g}]['params'][{p}]", parameter))
-    return found
-
-
-def replicated_tensors(model: torch.nn.Module, optimizer: Any) -> Named:
-    """Parameters and buffers, which must be equal on all ranks."""
-    return [*trained_tensors(model, optimizer), *model.named_buffers()]
-
-
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
     """One checksum per tensor."""
     return torch.tensor([_checksum(tensor) for _, tensor in tensors], dtype=torch.int64)

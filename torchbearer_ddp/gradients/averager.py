@@ -1,0 +1,303 @@
+"""Averages the gradients of everything a run trains, wherever an optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.gradients.exchange import Trained
+from torchbearer_ddp.gradients.header import MAX_GROUPS, RankReport, StepSummary
+from torchbearer_ddp.gradients.hooks import GradientOrder, Marks
+from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.weights import Average, Weights
+from torchbearer_ddp.group import collectives, replicas, trained
+from torchbearer_ddp.group.membership import Group
+from torchbearer_ddp.log import announce
+
+_WRAPPED = "the model is wrapped in DistributedDataParallel, which averages the gradients"
+
+
+class Averager:
+    """Keeps a reducer for what is trained, and makes it anew when that changes.
+
+    Args:
+        options: How gradients are exchanged.
+        skip: Modules and parameters that are left to each rank.
+    """
+
+    def __init__(self, options: Options, skip: Iterable[Any] = ()) -> None:
+        self._options = options
+        self._skip = list(skip)
+        self._marks = Marks()
+        self._parameters: trained.Named = []
+        self._optimizers: dict[int, str] = {}
+        #: The number of the optimizer that trains a parameter, and the group of an optimizer.
+        self._owner: dict[int, int] = {}
+        self._groups: dict[int, int] = {}
+        self._order = GradientOrder([])
+        self._outside: list[torch.nn.Parameter] = []
+        #: Parameters that no callback has made equal on all ranks.
+        self._strangers: trained.Named = []
+        #: Optimizers, by number, whose own step has made an exchange.
+        self._at_step: set[int] = set()
+        #: Optimizers whose gradients were averaged since their last step.
+        self._done: set[int] = set()
+        #: Groups whose gradients are a sum on top of a sum.
+        self._mixed = 0
+        self._kinds: list[Any] = []
+        self._regular = 0.0
+        #: True if messages of a backward pass that failed are still under way.
+        self._failed = False
+        self._announced = False
+        #: None until the first exchange, and after :meth:`close`.
+        self.reducer: Reducer | None = None
+
+    def track(self, state: Any) -> None:
+        """Sets what is trained from here on; a reducer for something else is closed."""
+        modules = trained.modules(state).values()
+        wrapped = [
+            inner
+            for module in modules
+            for inner in module.modules()
+            if isinstance(inner, DistributedDataParallel)
+        ]
+        if wrapped and not self._announced:
+            announce(_WRAPPED)
+        found = trained.parameters(state, [*self._skip, *wrapped])
+        optimizers = trained.optimizers(state)
+        kinds: list[Any] = [(name, *_kind(parameter)) for name, parameter in found]
+        kinds.append([id(each) for each in optimizers.values()])
+        if kinds != self._kinds:
+            self.forget()
+            self._kinds = kinds
+            self._parameters = found
+            for name, optimizer in optimizers.items():
+                self._add(name, optimizer)
+            self._order = GradientOrder([parameter for _, parameter in found])
+
+    def begin_step(self) -> None:
+        """Begins a step: an average of the step before is no average of this one."""
+        self._marks.averaged.clear()
+
+    def needs_average(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if an optimizer is about to step on gradients that were not averaged.
+
+        The same on every rank where all ranks step: an optimizer that made an exchange once at its
+        step makes one at every step, also on a rank that has no gradient for it this time.
+        """
+        number = self._number(optimizer)
+        done = number in self._done
+        self._done.discard(number)
+        own = {id(parameter) for parameter in trained.parameters_of(optimizer)}
+        if self.reducer is None:
+            known = [parameter for _, parameter in self._parameters if id(parameter) in own]
+            new = any(parameter.grad is not None for parameter in known)
+        else:
+            outside = [p for p in self._outside if id(p) in own]
+            new = self.reducer.has_new_gradient(own) or any(map(self._is_new, outside))
+        if new or (number in self._at_step and not done):
+            self._at_step.add(number)
+            return True
+        return False
+
+    def reduce(
+        self,
+        group: Group,
+        report: RankReport,
+        average: Average,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> StepSummary:
+        """Replaces every new gradient by its average over all ranks.
+
+        Args:
+            group: The group of all ranks.
+            report: What this rank reports.
+            average: What the gradients become.
+            optimizer: The one that is about to step; None after a backward of the Trial.
+        """
+        self._order.close()  # after the first backward the order is known
+        report.site = 0 if optimizer is None else self._number(optimizer) + 1
+        report.frozen = sum(not parameter.requires_grad for _, parameter in self._parameters)
+        if self.reducer is None or self.reducer.is_outdated:
+            self._remake(group, report)
+        report.regroup = any(map(self._is_new, self._outside))
+        summary = self._reduce(group, report, average)
+        if summary.regroup:
+            self._remake(group, report)
+            report.regroup = False
+            summary = self._reduce(group, report, average)
+        averaged = [n for n in range(len(self._optimizers)) if summary.groups >> self._group(n) & 1]
+        self._done.update(averaged)
+        self._done.discard(report.site - 1)
+        return summary
+
+    def loss(self, average: Average, summary: StepSummary) -> float:
+        """The loss that one process would have."""
+        weights = Weights(len(summary.losses), self._regular)
+        return weights.combine(average, summary.losses, summary.weights)
+
+    def check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises, on every rank, if an optimizer is about to step on a sum of sums."""
+        if self._mixed and any(
+            self._mixed >> self._group(self._owner[id(parameter)]) & 1
+            for parameter in trained.parameters_of(optimizer)
+            if parameter.grad is not None
+        ):
+            raise DesyncError(
+                f"The loss is a sum, and {type(optimizer).__name__} is about to step on gradients "
+                "to which backward added after they were summed over the ranks, so the first part "
+                "would count once for each rank. Call zero_grad() before each backward pass, and "
+                "use SyncGradients(accumulate=...) to add up batches."
+            )
+
+    def forget(self) -> None:
+        """Drops all of it, also after a run that failed; the gradients stay valid."""
+        self._order.close()
+        self._failed = self._failed or (self.reducer is not None and self.reducer.is_sending)
+        self.close()
+        self._marks = Marks()
+        self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
+        self._optimizers, self._owner, self._groups = {}, {}, {}
+        self._at_step, self._done, self._mixed, self._regular = set(), set(), 0, 0.0
+
+    def close(self) -> None:
+        """Releases the buckets; the gradients stay valid, in memory of their own."""
+        if self.reducer is not None:
+            self.reducer.close()
+            self.reducer = None
+
+    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
+        return self._marks.needs_average(parameter)
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of an optimizer; one that is not known yet is taken in."""
+        if id(optimizer) not in self._optimizers:
+            kind = type(optimizer).__name__
+            name = f"{kind} number {len(self._optimizers)}"
+            known = {id(parameter) for _, parameter in self._parameters}
+            new = [p for p in trained.parameters_of(optimizer) if id(p) not in known]
+            self._add(name, optimizer)
+            if new:
+                named = [(f"{name}, parameter {index}", each) for index, each in enumerate(new)]
+                self._parameters = [*self._parameters, *named]
+                self._outside = [*self._outside, *new]
+                self._strangers += named
+                announce(
+                    f"averaging {len(new)} parameters that {kind} trains and that are neither in "
+                    "the state of the Trial nor on a callback"
+                )
+        return list(self._optimizers).index(id(optimizer))
+
+    def _add(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        number = len(self._optimizers)
+        self._optimizers[id(optimizer)] = name
+        for parameter in trained.parameters_of(optimizer):
+            self._owner.setdefault(id(parameter), number)
+
+    def _group(self, number: int) -> int:
+        """The group of an optimizer's parameters; what none of them trains is in the first."""
+        return self._groups.get(number, 0)
+
+    def _reduce(self, group: Group, report: RankReport, average: Average) -> StepSummary:
+        only = self._group(report.site - 1) if report.site else None
+        summary = self.reducer.reduce(report, average, only)  # type: ignore[union-attr]
+        self._check(group, summary)
+        self._mixed &= ~summary.groups
+        if average is Average.SUM:
+            self._mixed |= summary.mixed
+        return summary
+
+    def _check(self, group: Group, summary: StepSummary) -> None:
+        """Raises, on every rank, if the ranks are at different places of the program."""
+        places = [
+            f"rank {rank} {self._place(site)} in batch {batch}"
+            for rank, (site, batch) in enumerate(zip(summary.sites, summary.batches, strict=True))
+        ]
+        if len(set(zip(summary.sites, summary.batches, strict=True))) > 1:
+            group.broken = True
+            raise DesyncError(
+                f"The ranks exchanged gradients at different places: {'; '.join(places)}. Every "
+                "rank must take the same backward passes and optimizer steps: look for a batch "
+                "or a step that only some ranks skip."
+            )
+        if len(set(summary.frozen)) > 1:
+            self._agree_on_frozen()
+
+    def _place(self, site: int) -> str:
+        if not site:
+            return "after a backward pass"
+        return f"before the step of {list(self._optimizers.values())[site - 1]}"
+
+    def _agree_on_frozen(self, **extra: Any) -> list[dict[str, Any]]:
+        return collectives.agree(
+            {name: parameter.requires_grad for name, parameter in self._parameters},
+            "requires_grad of the parameters",
+            "Freeze and unfreeze the same parameters on every rank at the same step.",
+            extra=extra,
+        )
+
+    def _remake(self, group: Group, report: RankReport) -> None:
+        """Makes the reducer for every parameter that has, or may get, a gradient on any rank."""
+        indexed = list(enumerate(parameter for _, parameter in self._parameters))
+        everyone = self._agree_on_frozen(
+            failed=self._failed,
+            order=self._order.indices,
+            active=[i for i, p in indexed if p.requires_grad or p.grad is not None],
+            sparse=[i for i, p in indexed if p.grad is not None and p.grad.is_sparse],
+            strangers=replicas.fingerprint(self._strangers),
+            weight=report.weight,
+        )
+        if any(each["failed"] for each in everyone):
+            group.abandon_gradients()
+        self._failed = False
+        self._align_strangers([each["strangers"] for each in everyone])
+        self._regular = self._regular or max(each["weight"] for each in everyone) or 1.0
+        active = {index for each in everyone for index in each["active"]}
+        sparse = {index for each in everyone for index in each["sparse"]}
+        first = everyone[0]["order"]  # rank zero's order for all
+        order = [*first, *(i for i, _ in indexed if i not in set(first))]
+        wanted = [index for index in order if index in active]
+        self.close()
+        self._outside = [parameter for i, parameter in indexed if i not in active]
+        owners = {i: self._owner.get(id(parameter), 0) for i, parameter in indexed if i in active}
+        self._groups = {
+            owner: min(number, MAX_GROUPS - 1)
+            for number, owner in enumerate(sorted(set(owners.values())))
+        }
+        self.reducer = Reducer(
+            group,
+            [
+                Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse)
+                for i in wanted
+            ],
+            self._options,
+            Weights(group.member.world_size, self._regular),
+            self._marks,
+        )
+        if not self._announced:
+            announce(self.reducer.choice)
+            self._announced = True
+
+    def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
+        """Gives every rank rank zero's values of parameters that appeared during the run."""
+        names = [name for name, _ in self._strangers]
+        if difference := replicas.first_difference(names, checksums):
+            announce(
+                f"{difference[0]} on rank {difference[1]} differed from rank 0 at its first step; "
+                "every rank now has rank 0's. Make it before run(), where random numbers are equal "
+                "on all ranks"
+            )
+            tensors: list[torch.Tensor] = [tensor for _, tensor in self._strangers]
+            collectives.broadcast_tensors(tensors, "parameters that appeared during the run")
+        self._strangers = []
+
+
+def _kind(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+    """What buckets depend on; a parameter at rest is frozen, with no gradient left to average."""
+    rests = not parameter.requires_grad and parameter.grad is None
+    shape = parameter.shape, parameter.stride()
+    return id(parameter), parameter.dtype, parameter.device, *shape, rests

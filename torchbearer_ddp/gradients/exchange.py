@@ -1,0 +1,47 @@
+"""What is exchanged: the trained parameters, and one exchange of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchbearer_ddp.gradients.header import RankReport
+from torchbearer_ddp.gradients.weights import Average
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter whose gradients are exchanged.
+
+    Attributes:
+        parameter: The parameter.
+        group: Parameters of one group travel together.
+        is_sparse: True if its gradients are sparse.
+    """
+
+    parameter: torch.nn.Parameter
+    group: int = 0
+    is_sparse: bool = False
+
+
+@dataclass
+class Exchange:
+    """One exchange of gradients.
+
+    Attributes:
+        report: What this rank reports.
+        used: By parameter: whether this rank has a new gradient.
+        average: What the gradients become.
+        empty: True if this rank counts nothing.
+        indices: The parameters that take part.
+        kept: Gradients, by parameter, to put back if no rank has a new one in their place.
+    """
+
+    report: RankReport
+    used: list[bool]
+    average: Average
+    empty: bool
+    indices: Sequence[int] = ()
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,106 @@
+"""Which average suits the loss: decided once, on the first batch, alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torchbearer
+
+from torchbearer_ddp.data.batch import batch_size
+from torchbearer_ddp.gradients.loss import Verdict, classify, divisor
+from torchbearer_ddp.gradients.weights import Average, as_sent
+from torchbearer_ddp.group import collectives
+from torchbearer_ddp.log import announce
+
+CHOICES = ("mean", "sum", "coupled")
+_TRIES = 3
+_PAGE = "See the page on losses in the documentation."
+_LINES = {
+    "sum": "the loss is a sum over its samples, so the gradients of all ranks are added",
+    "weighted": "the loss divides by the weights of its targets, so gradients are weighted by them",
+    "coupled": "the loss couples the samples of a batch: {ranks} ranks compute {ranks} losses, "
+    "each of its own batch, and average their gradients, which is not the loss of one process. "
+    + _PAGE
+    + " SyncGradients(loss='coupled') accepts it without this line",
+    "unknown": "it cannot be told whether the loss is a mean or a sum over its samples ({reason}); "
+    "it is taken for a mean. " + _PAGE + " SyncGradients(loss='mean') or loss='sum' decides it",
+}
+
+
+class LossVerdicts:
+    """What is known of the losses of a run: one for each backward pass of a step.
+
+    Args:
+        loss: One of :data:`CHOICES`, or None to find out.
+        weight: Called with the state: what the loss of its batch divides by. Or None.
+        weighted: False to count all ranks equally.
+    """
+
+    def __init__(
+        self, loss: str | None, weight: Callable[[Any], float] | None, weighted: bool | None
+    ) -> None:
+        if loss is not None and loss not in CHOICES:
+            raise ValueError(
+                f"loss is {loss!r}: it is one of {', '.join(map(repr, CHOICES))}, or None to find "
+                "out at the first step."
+            )
+        self._chosen = "mean" if weight is not None and loss is None else loss
+        self._weight = weight
+        self._equal = weighted is False
+        #: The kinds found so far, in the order of the backward passes of a step.
+        self.kinds: list[str] = []
+        self._tries = 0
+        self._seen = 0
+
+    def kind(self, number: int = 0) -> str | None:
+        """The kind of one loss of a step; None as long as it is not known."""
+        if self._chosen is not None:
+            return self._chosen
+        return self.kinds[number] if number < len(self.kinds) else None
+
+    def average(self, number: int) -> Average:
+        """What the gradients of one loss become."""
+        if self.kind(number) == "sum":
+            return Average.SUM
+        return Average.EQUAL if self._equal else Average.WEIGHTED
+
+    def weight(self, state: Any, number: int) -> float:
+        """What one loss divides by at this batch."""
+        if self._weight is not None:
+            return as_sent(float(self._weight(state)))
+        if self.kind(number) == "weighted":
+            return as_sent(divisor(state[torchbearer.CRITERION], state, "weighted"))
+        return float(batch_size(state))
+
+    def find(self, state: Any, number: int) -> None:
+        """Finds the kind of a loss right after it was computed; collective the first times."""
+        if self.kind(number) is not None:
+            return
+        loss = state.get(torchbearer.LOSS)
+        is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
+        self._seen = id(loss)
+        kind, reason = _agree(
+            classify(state[torchbearer.CRITERION], state)
+            if is_new
+            else Verdict("unknown", "the closure keeps it under a key of its own")
+        )
+        self._tries += 1
+        if kind == "unknown" and self._tries < _TRIES:
+            return  # a later batch may tell
+        self._tries = 0
+        self.kinds.append(kind)
+        if kind in _LINES:
+            announce(_LINES[kind].format(ranks=collectives.world_size(), reason=reason))
+
+
+def _agree(mine: Verdict) -> tuple[str, str]:
+    """One kind for all ranks: the one that those who can tell have found."""
+    everyone = collectives.all_gather((mine.kind, mine.reason), "the kind of the loss")
+    kinds = {kind for kind, _ in everyone if kind != "unknown"}
+    if len(kinds) == 1:
+        return kinds.pop(), ""
+    if kinds:
+        return "coupled", ""
+    return "unknown", mine.reason
