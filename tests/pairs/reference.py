@@ -66,8 +66,9 @@ class Model(nn.Module):
     def convert(self, conversion: str) -> None:
         """Moves the parameters to other memory, and back or not."""
         if conversion == "half":
+            dtype = self.first.weight.dtype
             self.half()
-            self.float()
+            self.to(dtype)
         elif conversion == "double":
             self.double()
         elif conversion == "channels_last":
