@@ -9,6 +9,7 @@ from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
 from torchbearer_ddp.callbacks.model import SyncModel
+from torchbearer_ddp.group import membership
 
 
 class _Callbacks(list[OrderedCallback]):
@@ -48,5 +49,6 @@ def data_parallel(
             "global_batch=True divides the batch size of the loaders, but shard=False leaves them "
             "as they are. Use one of them."
         )
+    membership.ensure_joined()
     sharding = [ShardData(global_batch=global_batch)] if shard else []
     return _Callbacks([SyncModel(), *sharding, SyncGradients(**options), SyncMetrics()])
