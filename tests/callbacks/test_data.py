@@ -78,7 +78,7 @@ def flat(batches):
 
 
 @ranks(2)
-def test_training_shares_have_equal_length_and_a_new_order_each_epoch():
+def test_training_shares_have_equally_many_batches_and_a_new_order_each_epoch():
     torch.manual_seed(collectives.rank())
     seen = Seen()
     loader = DataLoader(numbers(21), batch_size=4, shuffle=True)
@@ -86,10 +86,9 @@ def test_training_shares_have_equal_length_and_a_new_order_each_epoch():
     orders = []
     for epoch in range(3):
         shares = everyone(flat(seen.trained[epoch]))
-        assert [len(share) for share in shares] == [11, 11]
+        assert [len(share) for share in shares] == [11, 10]
         order = interleave(shares)
-        assert sorted(order[:21]) == list(range(21))
-        assert order[21] == order[0]
+        assert sorted(order) == list(range(21))
         orders.append(order)
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert seen.steps == [3, 3, 3]
@@ -288,7 +287,7 @@ def test_an_iterable_data_set_is_sharded_item_by_item():
     rank = collectives.rank()
     loader = DataLoader(Stream(7), batch_size=2)
     trained = flat(x.tolist() for x in shard(loader))
-    assert trained == [[0, 2, 4, 6], [1, 3, 5, 0]][rank]
+    assert trained == [[0, 2, 4, 6], [1, 3, 5]][rank]
     assert len(shard(loader)) == 2
     dropped = flat(x.tolist() for x in shard(DataLoader(Stream(7), drop_last=True)))
     assert dropped == [[0, 2, 4], [1, 3, 5]][rank]
@@ -297,7 +296,7 @@ def test_an_iterable_data_set_is_sharded_item_by_item():
 
 
 @pytest.mark.parametrize("count", [16, 4])
-@ranks(2)
+@ranks(2, timeout=180)  # the first worker of a process takes long to start on a busy machine
 def test_an_iterable_data_set_with_workers_loses_and_repeats_nothing(count):
     loader = DataLoader(Stream(count), batch_size=2, num_workers=2)
     single = [x.tolist() for x in loader]
@@ -308,7 +307,7 @@ def test_an_iterable_data_set_with_workers_loses_and_repeats_nothing(count):
         assert interleave(shares) == single
 
 
-@ranks(2)
+@ranks(2, timeout=180)
 def test_the_workers_of_a_stream_have_as_many_batches_as_its_length_says():
     loader = DataLoader(Pairs(4), batch_size=2, num_workers=2)
     # Divided in the workers, one rank had no batch at all.

@@ -1,6 +1,7 @@
 """How items are divided between ranks, for every rank at once and without processes."""
 
 import itertools
+import math
 import pickle
 import random
 
@@ -77,6 +78,27 @@ def test_the_global_batch_is_the_one_of_a_single_process():
     for step in range(4):
         together = {i for mine in parts for i in mine[2 * step : 2 * step + 2]}
         assert together == set(range(6 * step, 6 * step + 6))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_have_equally_many_batches_and_repeat_only_what_they_must(world_size, batch):
+    for total in range(1, 40):
+        partitions = [Partition(r, world_size, Remainder.PAD, 1, batch) for r in range(world_size)]
+        parts = [list(partition.items(range(total))) for partition in partitions]
+        assert [partition.length(total) for partition in partitions] == list(map(len, parts))
+        assert len({math.ceil(len(part) / batch) for part in parts}) == 1
+        left = total % (world_size * batch)
+        repeats = world_size - left if 0 < left < world_size else 0
+        assert sum(map(len, parts)) == total + repeats
+        assert {partition.repeats(total) for partition in partitions} == {repeats}
+        # Step k of all ranks is batch k of one process.
+        for step in range(math.ceil(total / (world_size * batch))):
+            together = {i for mine in parts for i in mine[step * batch : (step + 1) * batch]}
+            start = step * world_size * batch
+            single = set(range(start, min(total, start + world_size * batch)))
+            assert together >= single
+            assert together == single or (repeats and total in range(start, start + world_size))
 
 
 def test_an_endless_stream_can_be_divided():

@@ -33,9 +33,10 @@ def shard(loader: Any, training: bool = True) -> Any:
 
     Args:
         loader: The loader to shard; it is not changed.
-        training: True for shares of equal length: if the samples cannot be divided evenly, the
-            first ones are used twice, or with ``drop_last`` the last ones are dropped. False for
-            whole batches without duplicates, of which a rank may have fewer than others, or none.
+        training: True for shares with equally many batches, the last of which may differ by a
+            sample. If the last step has fewer samples than there are ranks, the first ones are used
+            twice, or with ``drop_last`` the last ones are dropped. False for whole batches without
+            duplicates, of which a rank may have fewer than others, or none.
 
     Raises:
         ValueError: If the loader cannot be sharded (on every rank).
@@ -49,7 +50,7 @@ def shard(loader: Any, training: bool = True) -> Any:
 class ShardData(OrderedCallback):
     """Replaces the DataLoaders of a Trial by this rank's shares of them.
 
-    In training, every rank has the same number of samples: step k of all N ranks takes the samples
+    In training, every rank has the same number of batches: step k of all N ranks takes the samples
     that step k of one process with N times the batch size would take. The order is the same on
     every rank and changes each epoch; a resumed run has the same order in the same epoch. A sampler
     of your own must draw from python's, numpy's or torch's generator, or from its own attribute

@@ -1,8 +1,9 @@
 """One rank's share of a DataLoader: a loader with the same arguments and fewer batches.
 
 In training, samples are divided one by one: step k of all ranks together takes the samples that one
-process with N times the batch size would take. In evaluation, whole batches are divided: they are
-the batches of a single process, so values that are computed per batch are also equal to its values.
+process with N times the batch size would take; batches of the last step may differ by a sample. In
+evaluation, whole batches are divided: they are the batches of a single process, so values that are
+computed per batch are also equal to its values.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def take_share(
 ) -> Any:
     """One rank's share of a loader, which is not changed itself.
 
-    In training the shares have equal lengths; in evaluation no sample is in two shares. With
+    In training the shares have equally many batches; in evaluation no sample is in two shares. With
     ``global_batch`` the batch size in training is divided by the number of ranks.
 
     Raises:
@@ -105,8 +106,8 @@ def take_share(
         # What each worker reads is not known here, so only whole batches can be divided.
         inner = _rebuild(loader, changes) if batch_size != loader.batch_size else loader
         return _take_batches(loader, inner, Partition(rank, world_size, remainder), seed)
-    block = 1 if training else batch_size or 1
-    partition = Partition(rank, world_size, remainder, block)
+    block, batch = (1, batch_size or 1) if training else (batch_size or 1, 1)
+    partition = Partition(rank, world_size, remainder, block, batch)
     if isinstance(loader.dataset, IterableDataset):
         changes["dataset"] = ShardIterable(loader.dataset, partition, seed, batch_size or 1)
     elif _has_batch_sampler(loader):
@@ -123,6 +124,7 @@ def take_share(
         total=_total(loader),
     )
     setattr(shared, _MARK, share)
+    _announce_repeats(partition, share.total, "batches" if batch_size is None else "samples")
     return shared
 
 
@@ -136,6 +138,7 @@ def _take_batches(loader: Any, inner: Any, partition: Partition, seed: int) -> S
     shared = ShardBatches(inner, partition, seed)
     total = len(inner) if hasattr(inner, "__len__") else None
     setattr(shared, _MARK, Share(loader, seed, whole_batches=True, block=None, total=total))
+    _announce_repeats(partition, total, "batches")
     if isinstance(loader, DataLoader):
         what = "an IterableDataset with workers"
         remedy = "shards_itself = True on a data set that divides itself saves that"
@@ -147,6 +150,15 @@ def _take_batches(loader: Any, inner: Any, partition: Partition, seed: int) -> S
         f"batches, and makes all of them for that. {remedy}"
     )
     return shared
+
+
+def _announce_repeats(partition: Partition, total: int | None, items: str) -> None:
+    """Says it where an epoch cannot be that of one process: every rank needs a batch in a step."""
+    if total is not None and (repeats := partition.repeats(total)):
+        announce(
+            f"data: {total} {items} are too few for the last step of {partition.world_size} ranks, "
+            f"so {repeats} of them are used twice in an epoch; drop_last=True leaves the last out"
+        )
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

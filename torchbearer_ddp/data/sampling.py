@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class Remainder(enum.Enum):
     """What happens to the last items if they cannot be divided evenly."""
 
-    #: Ranks that would have too few get items from the beginning again.
+    #: Ranks that would have a batch less than others get an item from the beginning again.
     PAD = "pad"
     #: The last items are left out.
     DROP = "drop"
@@ -36,26 +36,29 @@ class Partition:
     """Divides items between ranks, block by block: rank zero has the first block, and so on.
 
     Attributes:
-        remainder: What to do if the last round of blocks is incomplete.
+            remainder: What to do if the last round of blocks is incomplete.
         block: The number of consecutive items in a block.
+        batch: How many blocks make a batch. Ranks with an incomplete batch need no padding.
     """
 
     rank: int
     world_size: int
     remainder: Remainder
     block: int = 1
+    batch: int = 1
 
     def items(self, items: Iterable[_T]) -> Iterator[_T]:
         """This rank's items; they are read one round at a time, so there may be no end."""
         source, first = iter(items), None
         mine = slice(self.rank * self.block, (self.rank + 1) * self.block)
         size = self.world_size * self.block
-        while round_ := list(itertools.islice(source, size)):
+        for rounds in itertools.count():
+            round_ = list(itertools.islice(source, size))
             first = first or round_
             if len(round_) < size:
-                if self.remainder is Remainder.DROP:
+                if not round_ or self.remainder is Remainder.DROP:
                     return
-                if self.remainder is Remainder.PAD:
+                if self._pads(rounds):
                     padded = itertools.chain(round_, itertools.cycle(first))
                     round_ = list(itertools.islice(padded, size))
             yield from round_[mine]
@@ -63,11 +66,19 @@ class Partition:
     def length(self, total: int) -> int:
         """How many of ``total`` items this rank has."""
         rounds, rest = divmod(total, self.world_size * self.block)
-        if self.remainder is Remainder.KEEP:
-            mine = min(max(rest - self.rank * self.block, 0), self.block)
-        else:
-            mine = self.block if rest and self.remainder is Remainder.PAD else 0
-        return rounds * self.block + mine
+        if not rest or self.remainder is Remainder.DROP:
+            return rounds * self.block
+        if self._pads(rounds):
+            return (rounds + 1) * self.block
+        return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
+
+    def repeats(self, total: int) -> int:
+        """How many of ``total`` items are used a second time, by all ranks together."""
+        rounds, rest = divmod(total, self.world_size * self.block)
+        return self.world_size * self.block - rest if rest and self._pads(rounds) else 0
+
+    def _pads(self, rounds: int) -> bool:
+        return self.remainder is Remainder.PAD and rounds % self.batch == 0
 
 
 def positions(count: int, rank: int, world_size: int, block: int = 1) -> torch.Tensor:
