@@ -12,13 +12,14 @@ import logging
 import os
 import pkgutil
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torchbearer
 from torchbearer import Callback, Trial, callbacks
 
-from tests.callbacks.torchbearer_rows import ROWS, play
+from tests.callbacks.torchbearer_rows import ROWS, page_table, play
 from torchbearer_ddp import RankZeroOnly, data_parallel
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import logger
@@ -43,6 +44,11 @@ def exports():
 
 def test_every_callback_has_a_row():
     assert exports() - HELPERS == set(ROWS)
+
+
+def test_the_page_has_the_same_table():
+    page = Path(__file__).parent.parent.parent / "docs" / "torchbearer_callbacks.rst"
+    assert page_table() in page.read_text(), "python -m tests.callbacks.torchbearer_rows prints it"
 
 
 def assert_same(found, expected, place):

@@ -721,3 +721,20 @@ ROWS: dict[str, Row] = {
         ),
     ),
 }
+
+
+def page_table() -> str:
+    """The rows as the table of the page; callbacks of which the same is said share a row."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for name, row in ROWS.items():
+        said.setdefault((row.ranks, row.compared), []).append(f"``{name}``")
+    head = ("Callback", "On several ranks", "Compared with one process")
+    cells = [head, *((", ".join(names), *texts) for texts, names in said.items())]
+    lines = [".. list-table::", "   :header-rows: 1", "   :widths: 30 30 40", ""]
+    for callback, *texts in cells:
+        lines += [f"   * - {callback}", *(f"     - {text}" for text in texts)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page_table())
