@@ -1,8 +1,8 @@
 """Everything that a run trains is averaged, wherever it is and whoever steps."""
 
+import contextlib
 import copy
 import itertools
-import os
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torchbearer import Trial
 from torchbearer.bases import base_closure
 from torchbearer.callbacks import Callback, on_step_training
 
+from tests import proc
 from tests.callbacks.test_gradients import (
     Chosen,
     assert_replicas_equal,
@@ -451,36 +452,40 @@ def test_lbfgs_decides_on_the_loss_of_all_samples():
         solved(sync(accumulate=2), mine())
 
 
-@on_every_transport
-def test_a_run_starts_clean_whatever_ended_the_one_before():
-    class Broken(ValueError):
-        pass
+class Broken(ValueError):
+    """Ends a run."""
 
-    for moment in ("stop", "exception in a callback", "exception in backward"):
+
+@pytest.mark.parametrize("moment", ["stop", "exception in a callback", "exception in backward"])
+def test_a_run_starts_clean_whatever_ended_the_one_before(moment, transport_ranks):
+    @on_every_transport
+    def body():
         model = net()
+        ends, backwards = [moment != "exception in backward"], itertools.count(1)
 
         @on_step_training
-        def end(state, moment=moment):
+        def end(state):
             if state[torchbearer.BATCH] == 0 and ends[0]:
                 if moment != "stop":
                     raise Broken
                 state[torchbearer.STOP_TRAINING] = True
 
-        def fail(gradient, moment=moment):
+        def fail(gradient):
             if moment == "exception in backward" and next(backwards) == 2:
                 raise Broken
             return gradient
 
-        ends, backwards = [moment != "exception in backward"], itertools.count(1)
         hook = model[0].weight.register_hook(fail)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        trial = Trial(model, optimizer, nn.functional.mse_loss, verbose=0, callbacks=[
-            *sync(accumulate=3), end])  # fmt: skip
+        trial = Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            nn.functional.mse_loss,
+            callbacks=[*sync(accumulate=3), end],
+            verbose=0,
+        )
         trial.with_train_generator(mine())
-        try:
+        with contextlib.suppress(Broken):
             trial.run(1)
-        except Broken:
-            pass
         ends[0] = False
         one = copy.deepcopy(model)
         trial.state[torchbearer.HISTORY].clear()
@@ -490,6 +495,8 @@ def test_a_run_starts_clean_whatever_ended_the_one_before():
         first = tuple(map(torch.cat, zip(*data[:3], strict=True)))
         run(one, [], [first, *data[3:]], optimizer=torch.optim.SGD(one.parameters(), 0.1))
         assert_close(model, one)
+
+    body(transport_ranks)
 
 
 @on_every_transport
@@ -574,7 +581,7 @@ def test_thousands_of_changes_of_requires_grad_leak_nothing():
     @on_step_training
     def toggle(state):
         model[0].requires_grad_(not model[0].weight.requires_grad)
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        counts.append((proc.count_descriptors(), proc.count_threads()))
 
     run(model, [*sync(), toggle], mine() * 50, epochs=2)
     assert counts[20] == counts[-1]

@@ -184,12 +184,10 @@ PROGRAM = """
 import torch
 from torch import nn
 from torchbearer import Trial
-from torchbearer_ddp import Flatten
+from torchbearer_ddp import data_parallel
 
 model = nn.Linear(3, 2)
-trial = Trial(
-    model, torch.optim.Adam(model.parameters()), nn.functional.mse_loss, callbacks=[Flatten()]
-)
+trial = Trial(model, torch.optim.Adam(model.parameters()), nn.functional.mse_loss)
 trial.with_train_data(torch.randn(4, 3), torch.randn(4, 2), num_workers=0).run(1, verbose=0)
 """
 
@@ -205,5 +203,5 @@ def test_a_process_of_torchrun_that_joins_no_group_is_warned(tmp_path, started, 
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    warned = "torchbearer_ddp: train.py:11: Adam takes a step on the gradients of one rank. 2 ranks"
+    warned = "torchbearer_ddp: train.py:9: Adam takes a step on the gradients of one rank. 2 ranks"
     assert (warned in result.stderr) == (started == "torchrun")

@@ -17,7 +17,7 @@ from torchbearer.callbacks import Callback, CallbackList
 from torchbearer_ddp.callbacks import scoped_trial
 from torchbearer_ddp.callbacks.hooks import define_hooks
 from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_ins
-from torchbearer_ddp.group import debug, unsynchronised
+from torchbearer_ddp.group import debug, membership, unsynchronised
 
 FIRST = -1
 LAST = 1
@@ -37,11 +37,16 @@ class OrderedCallback(Callback):  # type: ignore[misc]
 
     def on_init(self, state: Any) -> None:
         """Replaces the callback list at init, the earliest hook, so that all others are ordered."""
+        membership.ensure_joined()
         unsynchronised.watch()
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
             state[torchbearer.CALLBACK_LIST] = OrderedCallbackList.over(callbacks)
-        scoped_trial.install(state[torchbearer.SELF])
+        if (trial := state.get(torchbearer.SELF)) is not None:
+            scoped_trial.install(trial)
+
+    def enter(self) -> None:
+        """Called when run, evaluate or predict begins, before any hook."""
 
     def leave(self) -> None:
         """Called when run, evaluate or predict is left, also by an exception on this rank alone."""
@@ -75,11 +80,18 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             self._orders[hook] = (len(ordered), ordered)
         return ordered
 
+    def enter(self) -> None:
+        """Calls ``enter`` of every callback of ours."""
+        for callback in self._ours():
+            callback.enter()
+
     def leave(self) -> None:
         """Calls ``leave`` of every callback of ours."""
-        for callback in self.callback_list:
-            if isinstance(callback, OrderedCallback):
-                callback.leave()
+        for callback in self._ours():
+            callback.leave()
+
+    def _ours(self) -> list[OrderedCallback]:
+        return [each for each in self.callback_list if isinstance(each, OrderedCallback)]
 
     def _call(self, hook: str, state: Any) -> None:
         debug.note_hook(hook, state)

@@ -51,7 +51,9 @@ class Averager:
         #: Groups whose gradients are a sum on top of a sum.
         self._mixed = 0
         self._kinds: list[Any] = []
-        self._regular = 0.0
+        #: The weight of a regular batch, the same on every rank; 0 as long as it is not known.
+        self.regular = 0.0
+        self._is_current = False
         #: True if messages of a backward pass that failed are still under way.
         self._failed = False
         self._announced = False
@@ -88,6 +90,14 @@ class Averager:
     def begin_step(self) -> None:
         """Begins a step: an average of the step before is no average of this one."""
         self._marks.averaged.clear()
+
+    def begin(self, average: Average, weight: float) -> None:
+        """Announces a backward pass, whose gradients may travel while it runs."""
+        if self.reducer is not None and self.reducer.is_outdated:
+            self.close()  # before anything is sent
+        if self.reducer is not None:
+            self.reducer.begin(average, weight)
+            self._is_current = True
 
     def needs_average(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if an optimizer is about to step on gradients that were not averaged.
@@ -128,8 +138,9 @@ class Averager:
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._number(optimizer) + 1
         report.frozen = sum(not parameter.requires_grad for _, parameter in self._parameters)
-        if self.reducer is None or self.reducer.is_outdated:
+        if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
             self._remake(group, report)
+        self._is_current = False
         report.regroup = any(map(self._is_new, self._outside))
         summary = self._reduce(group, report, average)
         if summary.regroup:
@@ -143,7 +154,7 @@ class Averager:
 
     def loss(self, average: Average, summary: StepSummary) -> float:
         """The loss that one process would have."""
-        weights = Weights(len(summary.losses), self._regular)
+        weights = Weights(len(summary.losses), self.regular)
         return weights.combine(average, summary.losses, summary.weights)
 
     def check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,7 +179,7 @@ class Averager:
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
         self._optimizers, self._owner, self._groups = {}, {}, {}
-        self._at_step, self._done, self._mixed, self._regular = set(), set(), 0, 0.0
+        self._at_step, self._done, self._mixed = set(), set(), 0
 
     def close(self) -> None:
         """Releases the buckets; the gradients stay valid, in memory of their own."""
@@ -259,10 +270,10 @@ class Averager:
             weight=report.weight,
         )
         if any(each["failed"] for each in everyone):
-            group.abandon_gradients()
+            group.renew_gradients()
         self._failed = False
         self._align_strangers([each["strangers"] for each in everyone])
-        self._regular = self._regular or max(each["weight"] for each in everyone) or 1.0
+        self.regular = self.regular or max(each["weight"] for each in everyone) or 1.0
         active = {index for each in everyone for index in each["active"]}
         sparse = {index for each in everyone for index in each["sparse"]}
         first = everyone[0]["order"]  # rank zero's order for all
@@ -279,7 +290,7 @@ class Averager:
             group,
             [Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse) for i in wanted],
             self._options,
-            Weights(group.member.world_size, self._regular),
+            Weights(group.member.world_size, self.regular),
             self._marks,
         )
         if not self._announced:

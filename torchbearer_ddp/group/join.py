@@ -87,14 +87,17 @@ def join_single(member: Member) -> int | None:
     return member.seed
 
 
-def leave() -> None:
+def leave(why: str = "returned from the worker") -> None:
     """Closes the group after success; a broken one stays open, because closing it could hang.
 
-    The rank that holds the store waits until the others have left, or for a few seconds.
+    The rank that holds the store waits until the others have left, or for a few seconds. A rank
+    that still waits for this one raises an error that says ``why`` it left.
     """
     group = membership.set_current(None)
     if group is not None and dist.is_initialized():
-        _depart(group, rendezvous.LEAVE_SECONDS)
+        # A rank that is still in an exchange which this one has completed does not wait for it.
+        farewell = {"why": why, "sequence": group.sequence}
+        _depart(group, rendezvous.LEAVE_SECONDS, (group.member.rank, farewell))
         if not group.broken:
             dist.destroy_process_group()
 
@@ -106,12 +109,12 @@ def abandon() -> None:
     """
     group = membership.set_current(None)
     if group is not None:
-        _depart(group, rendezvous.ABANDON_SECONDS)
+        _depart(group, rendezvous.ABANDON_SECONDS, None)
 
 
-def _depart(group: Group, seconds: float) -> None:
+def _depart(group: Group, seconds: float, farewell: tuple[int, dict[str, Any]] | None) -> None:
     wait = seconds if group.serves_store else 0.0
-    rendezvous.depart(group.store, group.member.world_size, wait)
+    rendezvous.depart(group.store, group.member.world_size, wait, farewell)
 
 
 def _with_place(member: Member, roll: list[dict[str, Any]]) -> Member:
