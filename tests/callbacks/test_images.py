@@ -123,6 +123,29 @@ def test_a_cache_around_a_function_of_the_users(two_ranks):
         assert len(pictures) == 6
 
 
+def first_image(grids):
+    return imaging.FromState(torchbearer.X, lambda x: x[0]).on_train().with_handler(grids.keep)
+
+
+def of_the_model(grids):
+    model = imaging.ClassAppearanceModel(2, (3, 3, 3), steps=1, target=1)
+    return model.on_train().with_handler(grids.keep)
+
+
+def test_what_draws_every_batch_says_that_it_has_those_of_rank_zero(two_ranks):
+    expected, said = draw(first_image, epochs=1)
+    assert said == []
+    (found, lines), (others, silent) = two_ranks.run(draw, (first_image, 1))
+    assert_same_pictures(found, expected)
+    assert (others, silent) == ([], [])
+    assert lines == [
+        "FromState draws from the batches of rank 0 alone; with cache(num_images) it draws the "
+        "first images of all ranks"
+    ]
+    (found, lines), _ = two_ranks.run(draw, (of_the_model, 1))
+    assert (len(found), lines) == (1, [])
+
+
 def wrapped(grids):
     return RankZeroOnly(grid(18)(grids).on_val())
 
