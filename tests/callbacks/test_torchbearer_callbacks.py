@@ -23,9 +23,9 @@ from torchbearer import Callback, Trial, callbacks
 from torchbearer.callbacks import imaging
 
 from tests.callbacks.torchbearer_rows import KEY, ROWS, page_table, play
+from tests.log_lines import LogLines
 from torchbearer_ddp import Checkpoint, RankZeroOnly, data_parallel
 from torchbearer_ddp.group import collectives
-from torchbearer_ddp.log import logger
 
 HELPERS = {"count_args", "get_writer", "close_writer"}  # functions that make no callback
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
@@ -142,24 +142,6 @@ def test_ranks_draw_random_numbers_of_their_own(two_ranks):
     assert not torch.equal(first, second)
 
 
-class Lines(logging.Handler):
-    """What is announced in a block."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.found = []
-
-    def emit(self, record):
-        self.found.append(record.getMessage())
-
-    def __enter__(self):
-        logger.addHandler(self)
-        return self.found
-
-    def __exit__(self, *_):
-        logger.removeHandler(self)
-
-
 def trial_with(*listed, model=None, ours=True, metrics=("loss",)):
     torch.manual_seed(0)
     model = model or torch.nn.Linear(3, 2)
@@ -174,7 +156,7 @@ def trial_with(*listed, model=None, ours=True, metrics=("loss",)):
 
 
 def writing(folder):
-    with Lines() as found:
+    with LogLines() as found:
         listed = [callbacks.CSVLogger(f"{folder}/log.csv"), callbacks.Best(f"{folder}/best.pt")]
         for _ in range(2):
             trial_with(*listed).run(1)
