@@ -82,7 +82,7 @@ class SyncMetrics(OrderedCallback):
             self._loss_rule = _LossRule(state[torchbearer.CALLBACK_LIST])
             pooled = state[torchbearer.METRIC_LIST] = trial_state[torchbearer.METRIC_LIST]
             pooled.loss_rule = self._loss_rule
-            progress.replace_bars(state)
+            progress.replace_injected(state)
 
     def on_end_validation(self, state: Any) -> None:
         """Every rank calls this hook, also one without data; the predictions are complete here."""
@@ -97,7 +97,8 @@ class SyncMetrics(OrderedCallback):
                 )
 
     def on_start_training(self, state: Any) -> None:
-        """After every callback that may add metrics for this pass."""
+        """After every callback that may add metrics for this pass; the steps are final here."""
+        progress.warn_of_no_steps(state)
         self._begin(state)
 
     def on_start_validation(self, state: Any) -> None:

@@ -111,7 +111,8 @@ def _show_progress(state: Any, done: int, *, on_epoch: bool) -> None:
     # torchbearer's own printer is not in the list but in front of it.
     for printer in [getattr(callbacks, "callback", None), *callbacks]:
         if isinstance(printer, Tqdm) and printer._on_epoch == on_epoch and printer._loader:
-            printer._loader.initial = printer._loader.n = done
+            samples = getattr(printer, "samples", None)  # on several ranks the bar counts these
+            printer._loader.initial = printer._loader.n = samples.after(done) if samples else done
             printer._loader.refresh()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torchbearer_ddp import log
 from torchbearer_ddp.group.network import interface_of, loopback, route_to
 from torchbearer_ddp.group.rendezvous import own_connection
+from torchbearer_ddp.log import logger
 
 DEFAULT_TIMEOUT = 300.0
 #: The first step may compile, download or fill caches, so it may take this many timeouts.
@@ -64,6 +65,8 @@ class Group:
     runs: int = 0
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
+    #: torch's process group that this group uses.
+    torch_group: Any = field(default=None, repr=False)
     _channels: tuple[Any, Any] | None = field(default=None, repr=False)
     #: Channels of some ranks that were made, by their ranks: each has threads and sockets.
     _between: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
@@ -111,12 +114,48 @@ class _Membership:
 
     group: Group | None = None
     single: Member | None = None
+    #: torch's process group of the last run; after a failure it stays open, but nobody uses it.
+    left: Any = None
+    #: True once it is decided whether this process joins a group.
+    settled = False
+    join_by_itself: Callable[[], None] | None = None
+    on_adoption: Callable[[], None] | None = None
+
+
+def register(join_by_itself: Callable[[], None], on_adoption: Callable[[], None]) -> None:
+    """Sets how a process joins by itself, and what follows if it uses the user's own group.
+
+    The layer above, which knows how ranks are launched, registers itself here.
+    """
+    _Membership.join_by_itself, _Membership.on_adoption = join_by_itself, on_adoption
+
+
+def settle() -> None:
+    """From now on this process does not join a group by itself."""
+    _Membership.settled = True
+
+
+def ensure_joined() -> None:
+    """Joins the group that torchrun or srun has started this process for, at the first call."""
+    if _Membership.settled or current() is not None:
+        return
+    settle()
+    if _Membership.join_by_itself is not None:
+        _Membership.join_by_itself()
 
 
 def current() -> Group | None:
     """The group this process has joined, or the user's own process group of torch."""
-    if _Membership.group is None and dist.is_available() and dist.is_initialized():
+    found = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    known = _Membership.group
+    if known is not None and known.torch_group is not found:
+        # The user has called destroy_process_group, and perhaps made another group since.
+        logger.warning("the script has destroyed the process group that this process was part of")
+        set_current(None)
+    if _Membership.group is None and found is not None and found is not _Membership.left:
         set_current(_adopt())
+        if _Membership.on_adoption is not None:
+            _Membership.on_adoption()
     return _Membership.group
 
 
@@ -129,6 +168,10 @@ def set_current(group: Group | None, single: Member | None = None) -> Group | No
     """Replaces the group of this process, and returns the previous one."""
     previous = _Membership.group
     _Membership.group, _Membership.single = group, single
+    if group is not None:
+        group.torch_group = dist.group.WORLD
+    elif previous is not None:
+        _Membership.left = previous.torch_group
     # After the run this process keeps its rank in the log: its last lines are about that run.
     if member := group.member if group else single:
         log.set_rank(member.rank)

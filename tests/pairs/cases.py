@@ -1,0 +1,136 @@
+"""Pairs of options and situations, each drawn from a seed so that a person can replay it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+#: What a run of gradients meets, alone and two at a time.
+FEATURES = (
+    "weighted",  # weighted=True, and batches that differ between the ranks
+    "equal",  # weighted=False, likewise
+    "accumulate",
+    "compress",
+    "uneven",  # the last batches of an epoch differ between the ranks
+    "frozen",  # a layer that is never trained
+    "thawed",  # a layer that is frozen and thawed during an epoch
+    "gradient",  # a layer that is frozen when the gradients are exchanged, but has one
+    "unused",  # a layer that only rank 1 uses
+    "sparse",
+    "half",  # a layer in half precision
+    "stop",  # a callback of one rank asks to stop while gradients are held
+    "caught",  # an exception that the caller catches, before or in the middle of backward
+    "resume",  # killed while gradients are held, and started again
+    "runs",  # several calls of run(), with evaluate() between them
+    "lbfgs",
+    "closure",  # a closure of the script's own
+    "converted",  # the model is converted at the end of an epoch
+)
+#: By transport the hosts of its ranks.
+LAYOUTS = {"gloo": "aa", "shm": "aa", "hierarchical": "abba"}
+BATCHES = 6
+#: Where a library must refuse instead of computing something else.
+_ACCUMULATING = {"accumulate", "stop", "resume"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, and everything that the reference needs to know of it.
+
+    Attributes:
+        sizes: The sizes of each rank's batches, by rank.
+        calls: Up to which epoch each call of ``run`` trains.
+        event: The batch of the first epoch at which the stop is asked for or the exception comes.
+        kill: The epoch and the batch before which a run that is resumed ends.
+        place: Where the exception comes from: ``sample`` or ``backward``.
+        calls_back: True if the script's own closure calls ``on_backward``.
+    """
+
+    features: frozenset[str]
+    transport: str
+    seed: int
+    sizes: tuple[tuple[int, ...], ...]
+    weighted: bool | None
+    accumulate: int
+    compress: str | None
+    bucket_mb: float | None
+    dtype: str
+    momentum: float
+    scale: float
+    calls: tuple[int, ...]
+    event: int
+    kill: tuple[int, int]
+    place: str
+    conversion: str
+    calls_back: bool
+
+    @property
+    def world_size(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def is_refused(self) -> bool:
+        """LBFGS calls its closure as often as it likes, so there is nothing to accumulate."""
+        return "lbfgs" in self.features and bool(self.features & _ACCUMULATING)
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+    def is_last_of_window(self, batch: int) -> bool:
+        """True if the optimizer steps after this batch of an epoch."""
+        return (batch + 1) % self.accumulate == 0 or batch + 1 == BATCHES
+
+    def trainable(self, epoch: int, batch: int) -> dict[str, bool]:
+        """Which layers that change so are trained by this batch."""
+        flags = {}
+        if self.has("thawed"):
+            flags["thawed"] = (epoch * BATCHES + batch) // 3 % 2 == 1
+        if self.has("gradient") and self.accumulate > 1:  # only the first batch of each window
+            flags["gradient"] = batch % self.accumulate == 0
+        return flags
+
+
+def pairs() -> list[tuple[str, ...]]:
+    """Every feature alone, and every two."""
+    alone = [(feature,) for feature in FEATURES]
+    two = itertools.combinations(FEATURES, 2)
+    return [*alone, *(pair for pair in two if pair != ("weighted", "equal"))]
+
+
+def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
+    """The case of these features and this seed; the same in every process."""
+    features = frozenset(chosen)
+    draws = random.Random(f"{sorted(features)} {transport} {seed}")
+    accumulate = draws.choice((2, 4)) if features & _ACCUMULATING else 1
+    large = bool(features & {"half", "compress"})
+    regular = 256 if large else draws.choice((3, 4, 8))
+    sizes = []
+    differ = bool(features & {"weighted", "equal"})
+    for rank in range(len(LAYOUTS[transport])):
+        size = max(1, regular // (1 + rank % 3)) if differ else regular
+        last = draws.randint(1, size) if differ or "uneven" in features else size
+        sizes.append((size,) * (BATCHES - 1) + (last,))
+    conversions = ["half", "channels_last", "share_memory"]
+    if "resume" not in features:  # the file of a double model is not that of a single one
+        conversions.append("double")
+    return Case(
+        features=features,
+        transport=transport,
+        seed=seed,
+        sizes=tuple(sizes),
+        weighted="weighted" in features if differ else None,
+        accumulate=accumulate,
+        compress=draws.choice(("bf16", "fp16")) if "compress" in features else None,
+        bucket_mb=draws.choice((None, 1e-4)),
+        dtype="float64" if "lbfgs" in features else draws.choice(("float32", "float32", "float64")),
+        momentum=0.0 if "sparse" in features else draws.choice((0.0, 0.9)),
+        # Gradients of hundreds: times the batch size they leave the range of fp16.
+        scale=8000.0 if large and "lbfgs" not in features else 1.0,
+        calls=(1, 3) if "runs" in features else (3,) if "resume" in features else (2,),
+        event=draws.randrange(0, 3) if "stop" in features else draws.randrange(1, 4),
+        kill=(draws.choice((1, 2)), draws.choice((1, 3, 5))),
+        place=draws.choice(("sample", "backward")),
+        conversion=draws.choice(conversions),
+        calls_back=accumulate > 1 or draws.choice((True, False)),
+    )

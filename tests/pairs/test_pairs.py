@@ -1,0 +1,122 @@
+"""Every two options and situations at once, against arithmetic that does not use the library.
+
+The cases are drawn from seeds, one of them unless ``TORCHBEARER_DDP_PAIR_SEEDS`` gives their
+number; with more than one every transport is used for every pair.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gradients.transport_cases import play_hosts
+from tests.pairs import library, reference
+from tests.pairs.cases import BATCHES, LAYOUTS, Case, draw, pairs
+from tests.ranks import RankPool
+
+SEEDS = int(os.environ.get("TORCHBEARER_DDP_PAIR_SEEDS", "1"))
+TRANSPORTS = tuple(LAYOUTS)
+
+
+def chosen() -> list[tuple[tuple[str, ...], str, int]]:
+    """Every pair once for each seed; which transport is used changes from pair to pair."""
+    found = [
+        (pair, TRANSPORTS[(number + seed) % len(TRANSPORTS)], seed)
+        for seed in range(SEEDS)
+        for number, pair in enumerate(pairs())
+    ]
+    return sorted(found, key=lambda each: TRANSPORTS.index(each[1]))
+
+
+def name(value: object) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[str, RankPool]]:
+    """The ranks of each transport."""
+    made = {
+        transport: RankPool(len(layout), lambda layout=layout: play_hosts(layout), group_timeout=15)
+        for transport, layout in LAYOUTS.items()
+    }
+    try:
+        yield made
+    finally:
+        for pool in made.values():
+            pool.close()
+
+
+@pytest.mark.parametrize(("pair", "transport", "seed"), chosen(), ids=name)
+def test_a_pair_is_what_one_process_computes(pools, pair, transport, seed, tmp_path):
+    case = draw(pair, transport, seed)
+    print(
+        f"{case}\nTo run it again: TORCHBEARER_DDP_PAIR_SEEDS={seed + 1} python -m pytest "
+        f"'tests/pairs/test_pairs.py::{test_a_pair_is_what_one_process_computes.__name__}"
+        f"[{name(pair)}-{transport}-{seed}]'"
+    )
+    if case.is_refused:
+        with pytest.raises(AssertionError, match=r"LBFGS.*accumulate|accumulate.*LBFGS"):
+            pools[transport].run(library.train, (case, str(tmp_path)))
+        return
+    results = pools[transport].run(library.train, (case, str(tmp_path)))
+    journals = [journal for _, journal in results]
+    assert journals == [journals[0]] * case.world_size
+    plan = planned(case, journals[0])
+    check_journal(case, journals[0], plan)
+    start, expected = reference.train(case, []), reference.train(case, plan)
+    for rank, (found, _) in enumerate(results):
+        for key, value in expected.items():
+            assert found[key].dtype == value.dtype, key
+            assert found[key].isfinite().all(), f"rank {rank}: {key} is not finite"
+            assert torch.equal(found[key], results[0][0][key]), f"rank {rank} differs: {key}"
+            allowed = tolerance(case, start[key].double(), value.double())
+            off = float((found[key].double() - value.double()).abs().max())
+            assert off <= allowed, f"{key} is off by {off:.3g}, more than {allowed:.3g}"
+
+
+def tolerance(case: Case, start: torch.Tensor, end: torch.Tensor) -> float:
+    """How far a parameter may be off, by how far it has come and how it is rounded."""
+    moved = float((end - start).abs().max())
+    if moved == 0:
+        return 0.0
+    relative = 1e-5
+    if case.has("half"):
+        relative = 3e-2
+    if case.compress is not None and case.transport != "shm":
+        relative = max(relative, {"bf16": 3e-2, "fp16": 4e-3}[case.compress])
+    if case.has("converted") and case.conversion == "half":
+        relative = max(relative, 1e-3)  # a number at the edge of two halves
+    return relative * moved + 1e-6 * float(end.abs().max())
+
+
+def epochs(first: int, last: int) -> list[tuple[int, int]]:
+    return [(epoch, batch) for epoch in range(first, last) for batch in range(BATCHES)]
+
+
+def planned(case: Case, journal: library.Journal) -> library.Journal:
+    """The batches that each run trains if nothing is killed."""
+    first = epochs(0, case.calls[0])
+    runs = [first[: case.event]] if case.has("caught") else []
+    if case.has("stop"):
+        # The request travels with the next exchange; where in between is up to the library.
+        length = len(journal[len(runs)])
+        later = range(case.event + 1, BATCHES)
+        assert case.event < length <= 1 + next(b for b in later if case.is_last_of_window(b))
+        runs.append(first[:length])
+    return [*runs, first, *(epochs(*each) for each in itertools.pairwise(case.calls))]
+
+
+def check_journal(case: Case, journal: library.Journal, plan: library.Journal) -> None:
+    """The runs trained what was planned; a killed one goes on at the last exchange."""
+    if not case.has("resume"):
+        assert journal == plan
+        return
+    everything = list(itertools.chain(*plan))
+    killed = again = everything.index(case.kill)
+    while not case.is_last_of_window(everything[again - 1][1]):
+        again -= 1
+    assert list(itertools.chain(*journal)) == everything[:killed] + everything[again:]
