@@ -1,8 +1,8 @@
 # make run       train the example on two local processes
 # make test      every test that this machine can run, and which took longest
 # make soak      the long tests: 200 random lists of events, 200 kills, 20 launches in a row, every
-#                failing rank on every transport, 12 seeds of every pair of options, 8 kills of
-#                every program
+#                failing rank on every transport, 100 random interruptions, 12 seeds of every pair of
+#                options, 8 kills of every program
 # make lint      ruff and mypy
 # make docs      the documentation, in docs/_build/html
 # make bench     the benchmarks against torch's DistributedDataParallel
@@ -24,9 +24,9 @@ slurm-test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm
 
 soak: $(VENV)/test.stamp
-	TORCHBEARER_DDP_SOAK=200 TORCHBEARER_DDP_LAUNCHES=20 TORCHBEARER_DDP_KILLS=200 \
+	TORCHBEARER_DDP_SOAK=200 TORCHBEARER_DDP_LAUNCHES=20 TORCHBEARER_DDP_KILLS=200 TORCHBEARER_DDP_RESUMES=100 \
 		$(BIN)/python -m pytest --timeout 3600 tests/faults/test_soak.py tests/faults/test_checkpoint_faults.py \
-		tests/faults/test_ranks.py
+		tests/faults/test_ranks.py tests/checkpoints/test_resume_fuzz.py
 	TORCHBEARER_DDP_PAIR_SEEDS=12 TORCHBEARER_DDP_PROJECT_KILLS=8 \
 		$(BIN)/python -m pytest --timeout 3600 tests/pairs tests/projects
 
