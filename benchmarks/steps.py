@@ -17,8 +17,10 @@ from benchmarks.models import Case
 from torchbearer_ddp import world_size
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
+from torchbearer_ddp.gradients.exchange import Trained
 from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.group import membership
 
 Steps = Callable[[int], float]
@@ -121,12 +123,12 @@ def _averaging(way: str, model: nn.Module) -> tuple[Callable[[], None], Callable
     if group is None:
         return _nothing, _nothing
     in_order = list(model.parameters())[::-1]  # as their gradients appear
-    reducer = Reducer(group, in_order, set(), Options(**_options(way)))
+    reducer = Reducer(group, [Trained(each) for each in in_order], Options(**_options(way)))
 
     def average() -> None:
         reducer.reduce(RankReport(0))
 
-    return average, lambda: reducer.begin(1)
+    return average, lambda: reducer.begin(Average.WEIGHTED, 1.0)
 
 
 def _nothing() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "torchbearer_ddp"
 #: The layers from top to bottom; layers of one row are equally high. ``__init__`` is the package
-#: itself, which exports the public names and which no module imports.
+#: itself, which exports the public names and which no module imports; ``__main__`` its commands.
 ROWS = (
+    ("__main__",),
     ("__init__",),
     ("callbacks",),
     ("launch",),

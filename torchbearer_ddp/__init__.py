@@ -17,6 +17,7 @@ from torchbearer_ddp.errors import (
     LaunchError,
     WorkerError,
 )
+from torchbearer_ddp.group import membership as _membership
 from torchbearer_ddp.group.collectives import (
     barrier,
     device,
@@ -26,6 +27,7 @@ from torchbearer_ddp.group.collectives import (
     rank_zero_first,
     world_size,
 )
+from torchbearer_ddp.launch import auto_join as _auto_join
 from torchbearer_ddp.launch.flags import add_arguments
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.submission import submit_slurm
@@ -33,6 +35,8 @@ from torchbearer_ddp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchbearer_ddp.callbacks.tensorboard import TensorBoard
+
+_membership.register(_auto_join.join_by_itself, _auto_join.report_errors)
 
 __all__ = [
     "Checkpoint",

@@ -1,10 +1,12 @@
 """Hooks are called in our order, and the user's list keeps its positions."""
 
+import pytest
 import torchbearer
 from torchbearer import Trial
 from torchbearer.callbacks import Callback, on_step_training
 
-from torchbearer_ddp.callbacks.callback_order import FIRST, HOOKS, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.hooks import HOOKS
 
 
 class Noting(OrderedCallback):
@@ -63,3 +65,18 @@ def test_every_hook_of_the_host_is_covered():
         getattr(ordered, hook)({torchbearer.CALLBACK_LIST: ordered})
     assert called == [hook for hook in HOOKS if hook != "on_init"]
     assert set(HOOKS) == {name for name in dir(Callback) if name.startswith("on_")}
+
+
+@pytest.mark.parametrize("order", [3, "descending", {"on_step_training": -5}, None])
+def test_an_attribute_order_of_a_users_callback_has_no_meaning_here(order):
+    notes = []
+
+    class Users(Callback):
+        def on_step_training(self, state):
+            notes.append("the user's")
+
+    users = Users()
+    users.order = order
+    listed = [Noting("first", notes, {"on_step_training": FIRST}), users]
+    Trial(None, callbacks=listed, verbose=0).for_steps(1).run(1)
+    assert notes == ["first", "the user's"]

@@ -18,8 +18,8 @@ from torchbearer.callbacks import (
 )
 
 from tests.ranks import ranks
-from torchbearer_ddp.callbacks.callback_order import HOOKS
 from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.callbacks.hooks import HOOKS
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
 from torchbearer_ddp.group import collectives, local_work

@@ -11,7 +11,8 @@ from torchbearer.metrics import Mean, Std, Var
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.data.loaders import Share
 from torchbearer_ddp.data.sampling import Partition, Remainder
-from torchbearer_ddp.metrics.pooled_list import PooledMetricList, leaves
+from torchbearer_ddp.metrics.leaves import leaves
+from torchbearer_ddp.metrics.pooled_list import PooledMetricList
 from torchbearer_ddp.metrics.pooling import Ledger, average, empty, in_order, pool
 from torchbearer_ddp.metrics.predictions import assemble
 

@@ -8,19 +8,19 @@ torchbearer's ``state_dict`` depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torchbearer
 from torchbearer.callbacks import Callback, CallbackList
 
 from torchbearer_ddp.callbacks import scoped_trial
-from torchbearer_ddp.group import debug
+from torchbearer_ddp.callbacks.hooks import define_hooks
+from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_ins
+from torchbearer_ddp.group import debug, membership, unsynchronised
 
 FIRST = -1
 LAST = 1
-
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class OrderedCallback(Callback):  # type: ignore[misc]
@@ -37,10 +37,16 @@ class OrderedCallback(Callback):  # type: ignore[misc]
 
     def on_init(self, state: Any) -> None:
         """Replaces the callback list at init, the earliest hook, so that all others are ordered."""
+        membership.ensure_joined()
+        unsynchronised.watch()
         callbacks = state[torchbearer.CALLBACK_LIST]
         if not isinstance(callbacks, OrderedCallbackList):
             state[torchbearer.CALLBACK_LIST] = OrderedCallbackList.over(callbacks)
-        scoped_trial.install(state[torchbearer.SELF])
+        if (trial := state.get(torchbearer.SELF)) is not None:
+            scoped_trial.install(trial)
+
+    def enter(self) -> None:
+        """Called when run, evaluate or predict begins, before any hook."""
 
     def leave(self) -> None:
         """Called when run, evaluate or predict is left, also by an exception on this rank alone."""
@@ -65,21 +71,27 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
         return OrderedCallbackList(self.callback_list)
 
     def in_order(self, hook: str) -> list[Callback]:
-        """The callbacks in the order in which this hook calls them."""
+        """The callbacks, or what stands in for them, in the order in which this hook calls them."""
         # Sorted once, because each step calls many hooks. A callback may be appended later.
         known, ordered = self._orders.get(hook, (-1, []))
         if known != len(self.callback_list):
-            ordered = sorted(
-                self.callback_list, key=lambda callback: getattr(callback, "order", {}).get(hook, 0)
-            )
+            ordered = sorted(self.callback_list, key=lambda callback: _place(callback, hook))
+            ordered = stand_ins(ordered)
             self._orders[hook] = (len(ordered), ordered)
         return ordered
 
+    def enter(self) -> None:
+        """Calls ``enter`` of every callback of ours."""
+        for callback in self._ours():
+            callback.enter()
+
     def leave(self) -> None:
         """Calls ``leave`` of every callback of ours."""
-        for callback in self.callback_list:
-            if isinstance(callback, OrderedCallback):
-                callback.leave()
+        for callback in self._ours():
+            callback.leave()
+
+    def _ours(self) -> list[OrderedCallback]:
+        return [each for each in self.callback_list if isinstance(each, OrderedCallback)]
 
     def _call(self, hook: str, state: Any) -> None:
         debug.note_hook(hook, state)
@@ -87,15 +99,9 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             getattr(callback, hook)(state)
 
 
-def define_hooks(kind: type, call: Callable[[Any, str, Any], None]) -> None:
-    """Gives a class every hook of a callback; each calls ``call(self, hook's name, state)``."""
-    for name in HOOKS:
-
-        def hook(self: Any, state: Any, name: str = name) -> None:
-            call(self, name, state)
-
-        hook.__name__, hook.__doc__ = name, f"Calls ``{name}`` of the callback or callbacks inside."
-        setattr(kind, name, hook)
+def _place(callback: Callback, hook: str) -> int:
+    """The place in a hook; an attribute ``order`` of a user's callback means something else."""
+    return callback.order.get(hook, 0) if isinstance(callback, OrderedCallback) else 0
 
 
 define_hooks(OrderedCallbackList, OrderedCallbackList._call)

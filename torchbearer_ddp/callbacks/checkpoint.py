@@ -11,12 +11,13 @@ import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
-from torchbearer_ddp.checkpoints import contents, folder
+from torchbearer_ddp.checkpoints import contents, folder, trained_state
 from torchbearer_ddp.checkpoints.best import Best
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.folder import Folder
-from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
-from torchbearer_ddp.checkpoints.save import Saver
+from torchbearer_ddp.checkpoints.resume import EpochTrace
+from torchbearer_ddp.checkpoints.runs import Runs
+from torchbearer_ddp.checkpoints.save import Moment, Saver
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule, require_positive
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives, stop_request
@@ -98,7 +99,7 @@ class Checkpoint(OrderedCallback):
         #: The state of the run in progress: evaluate() and predict() have one of their own.
         self._run_state: Any = None
         self._opened = False
-        self._resumed: Resume | None = None
+        self._runs = Runs(self._folder)
         self._trace: EpochTrace | None = None
         self._gradients: SyncGradients | None = None
         self._wish = 0
@@ -146,9 +147,10 @@ class Checkpoint(OrderedCallback):
             self._opened = True
             path, payload = collectives.from_rank_zero(self._find, "a checkpoint")
             if payload is not None:
-                self._resumed = Resume(path, payload)
-                self._resumed.start(state)
-                self._global_step = self._schedule.saved_step = self._resumed.global_step
+                self._runs.found(path, payload)
+        step = self._runs.begin(state, self._global_step)
+        if step != self._global_step:  # of a checkpoint
+            self._global_step = self._schedule.saved_step = step
         self._schedule.restart_clock()
 
     def on_start_epoch(self, state: Any) -> None:
@@ -156,8 +158,7 @@ class Checkpoint(OrderedCallback):
         if state is not self._run_state:
             return
         self._cut_short = False
-        if self._resumed is not None:
-            self._resumed.start_epoch(state)
+        self._runs.start_epoch(state)
         self._trace = EpochTrace(state)
 
     def on_start_training(self, state: Any) -> None:
@@ -169,9 +170,8 @@ class Checkpoint(OrderedCallback):
             )
         _forget_chosen_data(state)
         self._epoch_steps = state[torchbearer.STEPS]
-        if self._resumed is not None and self._trace is not None:
-            self._resumed.continue_epoch(state, self._trace)
-            self._resumed = None
+        if self._trace is not None:
+            self._runs.continue_epoch(state, self._trace)
 
     def on_step_training(self, state: Any) -> None:
         """After all others: schedulers have stepped, and a stop is agreed."""
@@ -209,15 +209,13 @@ class Checkpoint(OrderedCallback):
         """The run is not over before its last checkpoint is written."""
         if state is not self._run_state:
             return
-        if self._resumed is not None:  # there was no epoch left to do
-            self._resumed.start_epoch(state)
-        self._resumed = None
         unsaved = self._schedule.saved_step != self._global_step
         epoch_is_open = len(state[torchbearer.HISTORY]) == state[torchbearer.EPOCH]
         if unsaved and epoch_is_open and self._is_stopped_by_signal(state):
             self.save_now(state)  # a signal with the last step of an epoch, before validation
         self._saver.finish()
         self._saver.close()
+        self._runs.end(state, self._global_step)
         self._run_state = None
         if collectives.world_size() == 1:
             stop_request.stop_polling()
@@ -253,6 +251,9 @@ class Checkpoint(OrderedCallback):
             lambda: folder.read_any(Path(path), trust=trust), "a checkpoint"
         )
         contents.restore(trial.state, payload)
+        if SECTION in payload:
+            others = trained_state.saved_states(payload[SECTION])
+            trained_state.restore(trial.state, others, {})
         if "callbacks" in payload.get(SECTION, {}):
             if collectives.is_rank_zero():
                 contents.warn_of_changed_callbacks(trial.state, payload)
@@ -311,7 +312,9 @@ class Checkpoint(OrderedCallback):
     def _save(
         self, state: Any, choose_names: Callable[[], list[str]], trace: EpochTrace | None
     ) -> None:
-        if self._saver.save(state, choose_names, self._global_step, trace):
+        has_local_parts = self._gradients is not None and bool(self._gradients.skip)
+        moment = Moment(state, self._global_step, trace, self._runs, has_local_parts)
+        if self._saver.save(moment, choose_names):
             self._schedule.saved(self._global_step)
             self._is_due = False
 

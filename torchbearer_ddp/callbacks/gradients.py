@@ -14,13 +14,14 @@ from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
 from torchbearer_ddp.gradients.averager import Averager
-from torchbearer_ddp.gradients.header import MAX_WISHES, RankReport, StepSummary
+from torchbearer_ddp.gradients.header import RankReport, StepSummary
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
 from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
 from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.gradients.weights import Average
-from torchbearer_ddp.group import collectives, membership, stop_request
+from torchbearer_ddp.gradients.wishes import Wishes
+from torchbearer_ddp.group import collectives, membership, stop_request, trained, unsynchronised
 
 
 @dataclass
@@ -29,14 +30,12 @@ class _Step:
 
     Attributes:
         backwards: How many backward passes the running call of the closure has made.
-        accumulated: True once this batch was added to those before it.
         weight: What the loss of the next backward pass divides by; None if on_criterion was not
             called for it.
         agreed: What the last exchange has agreed; a single rank agrees with itself.
     """
 
     backwards: int = 0
-    accumulated: bool = False
     weight: float | None = None
     agreed: RankReport | StepSummary = field(default_factory=RankReport)
 
@@ -44,13 +43,10 @@ class _Step:
 class SyncGradients(OrderedCallback):
     """Averages the gradients over all ranks after every backward, and agrees on when to stop.
 
-    No optimizer steps on gradients that were not averaged, wherever its step is called: in a
-    closure that does not call ``on_backward``, for a second optimizer in the state of the Trial, or
-    for a module that a callback trains.
-
-    The average is that of one process: at the first step the criterion is evaluated on parts of
-    the batch, which tells a loss that is a mean over its samples from one that sums, and from one
-    that divides by the weights of its targets.
+    No optimizer steps on gradients that were not averaged, wherever its step is called: also a
+    second optimizer in the state of the Trial, or one with which a callback trains a module. The
+    average is that of one process: at the first step the criterion is evaluated on parts of the
+    batch, which tells a mean over the samples from a sum, and from a mean of weighted targets.
 
     A stop that any callback asks for on any rank travels with the next gradient, so all ranks
     leave the loop at the same step: the one after the request, or the end of the epoch.
@@ -94,7 +90,6 @@ class SyncGradients(OrderedCallback):
     # First in on_backward: a callback that clips must see the average. Last where others may ask to
     # stop: only then is it known whether they do.
     order: ClassVar[Mapping[str, int]] = {
-        "on_start": FIRST,
         "on_start_training": LAST,
         "on_sample": FIRST,
         "on_criterion": LAST,
@@ -129,18 +124,19 @@ class SyncGradients(OrderedCallback):
         self._accumulation = Accumulation(accumulate)
         self._losses = LossVerdicts(loss, weight, weighted)
         self._steps = OptimizerSteps(self._before_closure, self._before_update)
-        self._polls: list[Callable[[], bool]] = []
+        self._wishes = Wishes()
         self._asks_to_stop = False
         self._step = _Step()
         #: The state of the run that trains; None outside.
         self._state: Any = None
         self._seed: int | None = None
 
-    def on_start(self, state: Any) -> None:
-        """Before anything is drawn for training: from here on each rank has its own noise."""
-        self._accumulation.clear()
+    def enter(self) -> None:
+        """Before anything is drawn or restored: from here on each rank has its own noise."""
+        unsynchronised.begin_averaging(self)
         group = membership.current()
-        if group is not None and group.member.world_size > 1 and self._seed is None:
+        if group is not None and group.member.world_size > 1:
+            self._losses.kinds = []
             self._seed = torch.initial_seed()
             randomness.enter_run(self._seed, group.runs, group.member.rank)
 
@@ -164,8 +160,8 @@ class SyncGradients(OrderedCallback):
         self._accumulation.restore(average, weight)
         # Gradients of several batches are not complete before they are divided.
         alone = not self._accumulation.holds_gradients and not self._accumulation.goes_on(state)
-        if self.reducer is not None and alone:
-            self.reducer.begin(average, weight)
+        if alone:
+            self._averager.begin(average, weight)
 
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and no callback has used them yet."""
@@ -190,17 +186,15 @@ class SyncGradients(OrderedCallback):
         """The last hook before torchbearer reads the flag at the end of an epoch."""
         self._agree(state, "a stop at the end of an epoch")
 
-    def on_end(self, state: Any) -> None:
-        """Releases the buckets: the gradients stay valid, in memory of their own."""
-        self.leave()
-
     def leave(self) -> None:
-        """What the run has changed for the whole process ends with it, also if it failed."""
+        """Ends what a run has changed for the whole process; gradients get memory of their own."""
         self._steps.close()
         self._averager.forget()
+        self._averager.regular = 0.0
         self._accumulation.clear()
         self._state = None
         stop_request.stop_polling()
+        unsynchronised.end_averaging(self)
         group = membership.current()
         if self._seed is not None and group is not None:
             randomness.leave_run(self._seed, group.runs)
@@ -208,16 +202,13 @@ class SyncGradients(OrderedCallback):
         self._seed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found out about the losses."""
-        return {"losses": list(self._losses.kinds)}
+        """What was found out about the losses and their weights."""
+        return {"losses": list(self._losses.kinds), "regular": self._averager.regular}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> SyncGradients:
-        """Restores what was found out about the losses.
-
-        Args:
-            state_dict: What :meth:`state_dict` returned.
-        """
+        """Restores what was found out about the losses, as :meth:`state_dict` returned it."""
         self._losses.kinds = list(state_dict.get("losses", []))
+        self._averager.regular = float(state_dict.get("regular", 0.0))
         return self
 
     def register_wish(self, poll: Callable[[], bool]) -> int:
@@ -232,13 +223,7 @@ class SyncGradients(OrderedCallback):
         Returns:
             The number of the wish, for :meth:`granted`.
         """
-        if len(self._polls) == MAX_WISHES:
-            raise ValueError(
-                f"register_wish was called {MAX_WISHES} times before: the header has no room for "
-                "more. Register each wish once."
-            )
-        self._polls.append(poll)
-        return len(self._polls) - 1
+        return self._wishes.register(poll)
 
     def granted(self, wish: int) -> bool:
         """True on all ranks alike if any rank had this wish at the last exchange of this step.
@@ -257,6 +242,14 @@ class SyncGradients(OrderedCallback):
         None as long as it is not known.
         """
         return self._losses.kind()
+
+    def loss_divisor(self, state: Any) -> float:
+        """What the loss of the current batch divides by: samples, weights of targets, ``weight``.
+
+        Args:
+            state: The state of the run.
+        """
+        return self._losses.weight(state, 0)
 
     @property
     def stop_signal(self) -> int:
@@ -281,8 +274,9 @@ class SyncGradients(OrderedCallback):
     def _prepare(self, state: Any) -> tuple[Average, float]:
         """How the gradients of the coming or the last backward pass count."""
         number = self._step.backwards
-        if collectives.world_size() > 1:
-            self._losses.find(state, number)
+        if collectives.world_size() == 1 and not self._accumulation.is_used:
+            return Average.EQUAL, 1.0
+        self._losses.find(state, number)
         if self._step.weight is None:
             self._step.weight = self._losses.weight(state, number)
         return self._losses.average(number), self._step.weight
@@ -299,7 +293,10 @@ class SyncGradients(OrderedCallback):
             return
         is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self._step.backwards and optimizer.param_groups:
-            self._after_backward(state, result)  # for a closure that does not call on_backward
+            # A closure that does not call on_backward, or that has skipped this batch.
+            if all(p.grad is None for p in trained.parameters_of(optimizer)):
+                self._step.weight = 0.0
+            self._after_backward(state, result)
         if self._averager.needs_average(optimizer):
             weight = float(batch_size(state))
             self._exchange(state, Average.WEIGHTED, weight, result, optimizer)
@@ -309,13 +306,6 @@ class SyncGradients(OrderedCallback):
         average, weight = self._prepare(state)
         self._step.backwards += 1
         self._step.weight = None
-        if self._accumulation.is_used:
-            if self._step.accumulated:
-                raise ValueError(
-                    "accumulate adds up one backward pass of each batch, but this closure makes "
-                    "several. Use a larger batch instead of accumulate."
-                )
-            self._step.accumulated = True
         total = self._accumulation.hold(state, average, weight)
         if total is not None:
             self._exchange(state, average, total, loss)
@@ -334,8 +324,8 @@ class SyncGradients(OrderedCallback):
             self._step.agreed = report
             return
         # Every rank must come to the same decision on how often to call the closure.
-        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER])
-        shared = decides and torch.is_tensor(loss)
+        caller = optimizer or state[torchbearer.OPTIMIZER]
+        shared = closure_decides(caller) and torch.is_tensor(loss)
         if shared:
             report.loss = float(loss.detach())
         summary = self._step.agreed = self._averager.reduce(group, report, average, optimizer)
@@ -348,7 +338,7 @@ class SyncGradients(OrderedCallback):
         signal = stop_request.requested() or 0
         report = RankReport(stop=self._asks_to_stop or signal > 0, signal=signal, weight=weight)
         report.batch = state.get(torchbearer.BATCH) or 0
-        report.wishes = sum(1 << number for number, poll in enumerate(self._polls) if poll())
+        report.wishes = self._wishes.bits()
         return report
 
     def _agree(self, state: Any, name: str) -> None:

@@ -9,6 +9,7 @@ from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
 from torchbearer_ddp.callbacks.model import SyncModel
+from torchbearer_ddp.group import membership
 
 
 def data_parallel(*, shard: bool = True, **options: Any) -> list[OrderedCallback]:
@@ -24,5 +25,6 @@ def data_parallel(*, shard: bool = True, **options: Any) -> list[OrderedCallback
         shard: False if the loaders already load only this rank's share.
         options: Passed on to :class:`SyncGradients`.
     """
+    membership.ensure_joined()
     sharding = [ShardData()] if shard else []
     return [SyncModel(), *sharding, SyncGradients(**options), SyncMetrics()]

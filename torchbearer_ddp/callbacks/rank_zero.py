@@ -7,7 +7,9 @@ from typing import Any
 
 from torchbearer.callbacks import Callback
 
-from torchbearer_ddp.callbacks.callback_order import OrderedCallback, define_hooks
+from torchbearer_ddp.callbacks.callback_order import OrderedCallback
+from torchbearer_ddp.callbacks.hooks import define_hooks
+from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_in
 from torchbearer_ddp.group import collectives, local_work
 
 
@@ -78,7 +80,7 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
     def _call(self, hook: str, state: Any) -> None:
         if self.callback is not None and collectives.is_rank_zero():
             with local_work.local():  # the other ranks do not take the steps that it may take
-                getattr(self.callback, hook)(state)
+                getattr(stand_in(self.callback), hook)(state)
 
 
 define_hooks(RankZeroOnly, RankZeroOnly._call)

@@ -1,4 +1,4 @@
-"""A Trial whose callbacks learn when run, evaluate or predict is left, also by an exception.
+"""A Trial whose callbacks learn when run, evaluate or predict begins, and when it is left.
 
 torchbearer calls ``on_end`` only where nothing failed. What must be undone in every case, like a
 hook that is registered for the whole process, cannot wait for that.
@@ -17,7 +17,7 @@ _METHODS = ("run", "evaluate", "predict")
 
 
 def install(trial: Trial) -> None:
-    """Makes a Trial call ``leave()`` of its callback list, which must have it."""
+    """Makes a Trial call ``enter()`` and ``leave()`` of its callback list, which must have them."""
     if not isinstance(trial, _Scoped):
         kind: Any = type(trial)
         trial.__class__ = _scoped(kind)
@@ -41,6 +41,8 @@ def _method(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
         callbacks = self.state[torchbearer.CALLBACK_LIST]
         self._depth += 1  # a callback may evaluate within a run
+        if self._depth == 1:
+            callbacks.enter()
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -8,6 +8,7 @@ would only take in a form that is not plain data (the states of callbacks), is u
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +21,12 @@ from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group import layouts
 
 SECTION = "torchbearer_ddp"
 MODEL, OPTIMIZER, HISTORY = "model", "optimizer", "history"
+#: What has a place of its own at the top of the file.
+MAIN = (MODEL, OPTIMIZER)
 _VERSION = "torchbearer_version"
 _NAMED_DIFFERENCES = 4
 _MISSING = "(missing)"
@@ -30,10 +34,12 @@ _MISSING = "(missing)"
 _OURS = "Checkpoint"
 
 
-def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
-    """A copy of everything but what each rank has for itself."""
+def collect(state: Any, others: dict[str, Any], snapshot: Snapshot) -> dict[str, Any]:
+    """A copy of everything but what each rank has for itself.
+
+    ``others`` are the states of what is trained besides the model.
+    """
     callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
-    criterion = state[torchbearer.CRITERION]
     live: dict[str, Any] = {
         _VERSION: str(torchbearer.__version__),
         MODEL: model_state(state[torchbearer.MODEL]),
@@ -41,8 +47,8 @@ def collect(state: Any, snapshot: Snapshot) -> dict[str, Any]:
         HISTORY: state[torchbearer.HISTORY],
         SECTION: {
             "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
-            "schedulers": {name: s.state_dict() for name, s in _schedulers(callbacks).items()},
-            "criterion": criterion.state_dict() if isinstance(criterion, torch.nn.Module) else {},
+            "schedulers": {name: s.state_dict() for name, s in schedulers(callbacks).items()},
+            "others": {name: held for name, held in others.items() if name not in MAIN},
         },
     }
     return snapshot.copy(live, "checkpoint")
@@ -52,9 +58,6 @@ def restore(state: Any, payload: dict[str, Any]) -> None:
     """Puts back what :func:`collect` gave, but for the callbacks; the history in place."""
     load_model(state[torchbearer.MODEL], payload[MODEL])
     restore_optimizer(state, payload)
-    saved = payload.get(SECTION, {}).get("criterion")
-    if saved:
-        _fitting(lambda: state[torchbearer.CRITERION].load_state_dict(saved), "criterion")
     state[torchbearer.HISTORY][:] = payload.get(HISTORY, [])
 
 
@@ -62,18 +65,23 @@ def restore_optimizer(state: Any, payload: dict[str, Any]) -> None:
     """Puts back the optimizer with its learning rates."""
     if OPTIMIZER in payload:
         optimizer = state[torchbearer.OPTIMIZER]
-        _fitting(lambda: optimizer.load_state_dict(payload[OPTIMIZER]), "optimizer")
+        fitting(lambda: layouts.load_optimizer(optimizer, payload[OPTIMIZER]), "optimizer")
 
 
-def _fitting(load: Any, what: str) -> None:
+def fitting(load: Any, what: str) -> None:
+    """Loads a part; if it does not fit, the message says which."""
     try:
         load()
-    except (ValueError, KeyError, RuntimeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
             f"The checkpoint does not fit this trial's {what} "
-            f"({str(error).splitlines()[0][:300]}). Build the same {what} as the run that saved "
+            f"({_first_line(error)}). Build the same {what} as the run that saved "
             "it, or start afresh in another folder."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def named_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
@@ -102,9 +110,9 @@ def restore_callbacks(state: Any, payload: dict[str, Any]) -> None:
     states, schedules = section.get("callbacks", {}), section.get("schedulers", {})
     for name in [each for each in states if each in callbacks]:
         callbacks[name].load_state_dict(states[name])
-    for name, scheduler in _schedulers(callbacks).items():
+    for name, scheduler in schedulers(callbacks).items():
         if name in schedules:
-            scheduler.load_state_dict(_like(scheduler.state_dict(), schedules[name]))
+            scheduler.load_state_dict(like(scheduler.state_dict(), schedules[name]))
 
 
 def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
@@ -123,7 +131,7 @@ def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
         )
 
 
-def _schedulers(callbacks: dict[str, Any]) -> dict[str, Any]:
+def schedulers(callbacks: dict[str, Any]) -> dict[str, Any]:
     """The schedulers inside torchbearer's callbacks, which save nothing of them."""
     return {
         name: callback._scheduler
@@ -132,10 +140,16 @@ def _schedulers(callbacks: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _like(live: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Gives saved values the kinds of dict that the live ones are, such as a Counter."""
-    kinds = {key: type(value) for key, value in live.items() if isinstance(value, dict)}
-    return {key: kinds[key](value) if key in kinds else value for key, value in saved.items()}
+def like(live: Any, saved: Any) -> Any:
+    """Gives saved dicts the kinds that the live ones are, such as a Counter, at any depth."""
+    if isinstance(saved, dict) and isinstance(live, dict):
+        rebuilt = copy.copy(live)
+        rebuilt.clear()
+        rebuilt.update({key: like(live.get(key), value) for key, value in saved.items()})
+        return rebuilt
+    if isinstance(saved, list) and isinstance(live, list) and len(live) == len(saved):
+        return [like(*pair) for pair in zip(live, saved, strict=True)]
+    return saved
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -167,7 +181,7 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
     return {plain_name(model, name): value for name, value in model.state_dict().items()}
 
 
-def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
+def load_model(model: torch.nn.Module, saved: dict[str, Any], what: str = "model") -> None:
     """Loads a state dict into a model, both wrapped or not; one that does not fit is refused."""
     live = model.state_dict()
     if all(name.startswith("module.") for name in saved) and set(saved) != set(live):
@@ -182,10 +196,15 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     if differences:
         more = "; ..." if len(differences) > _NAMED_DIFFERENCES else ""
         raise CheckpointError(
-            f"The checkpoint is not of this model: {'; '.join(differences[:_NAMED_DIFFERENCES])}"
-            f"{more}. Build the model that saved it, or start afresh in another folder."
+            f"The checkpoint is not of this {what}: {'; '.join(differences[:_NAMED_DIFFERENCES])}"
+            f"{more}. Build the {what} that saved it, or start afresh in another folder."
         )
-    model.load_state_dict({name: saved[plain_name(model, name)] for name in live})
+    for name, buffer in model.named_buffers():
+        if (plain := plain_name(model, name)) in saved:  # load_state_dict cannot write into all
+            layouts.overwrite(buffer, saved[plain])
+    fitting(
+        lambda: model.load_state_dict({name: saved[plain_name(model, name)] for name in live}), what
+    )
 
 
 def _shape(value: Any) -> Any:

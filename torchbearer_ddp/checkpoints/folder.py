@@ -23,8 +23,9 @@ from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.errors import CheckpointError
 
 LATEST = "latest"
-#: The form of what is in a file; one of another form is refused.
-FORMAT = 2
+#: The form of what is in a file, and those that can be read; one of another form is refused.
+FORMAT = 3
+_READABLE = (2, 3)
 _LOCK = ".lock"
 #: How long a run that was killed may take to release the lock.
 _RELEASE_SECONDS = 2.0
@@ -147,8 +148,22 @@ class Folder:
             file.sync_folder(self.path)
             self._damaged.difference_update(names)
 
-    def remove_old(self) -> None:
-        """Removes what need not be kept; not in :meth:`put`, as freeing a large file takes time."""
+    def find_end_of_run(self, number: int, epochs: int, step: int) -> tuple[str, Any]:
+        """The checkpoint at the end of an earlier ``run()``; None as contents if it is gone."""
+        for path in self.newest_first():
+            label = file.read_label(path)
+            if label is not None and (label.epochs, label.step) == (epochs, step):
+                with contextlib.suppress(CheckpointError):  # damaged
+                    payload = file.read(path)
+                    if len(payload[SECTION].get("runs", [])) == number:
+                        return str(path), payload
+        return "", None
+
+    def remove_old(self, runs: Sequence[Sequence[int]] = ()) -> None:
+        """Removes what need not be kept; not in :meth:`put`, as freeing a large file takes time.
+
+        What the last of the earlier ``runs`` ended with (epochs asked for, epochs, steps) stays.
+        """
         if self._keep is None:
             return
         # Damaged files do not count: they must not push a whole one out.
@@ -157,7 +172,9 @@ class Folder:
             for path in self.newest_first()
             if _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
         ]
-        for path in numbered[self._keep :]:
+        ends = {epoch_name(epochs) for _, epochs, _ in runs[-self._keep :]}
+        ends |= {step_name(step) for _, _, step in runs[-self._keep :]}
+        for path in [each for each in numbered[self._keep :] if each.name not in ends]:
             with _explained(f"The old checkpoint {path} could not be removed", _START_AGAIN):
                 path.unlink(missing_ok=True)
 
@@ -253,10 +270,11 @@ def find(folder: Folder, resume: bool | str | os.PathLike[str]) -> tuple[str, An
         path = Path(resume)
         payload = file.read(path)
     section = payload.get(SECTION, {}) if isinstance(payload, dict) else {}
-    if section.get("format") != FORMAT:
+    if section.get("format") not in _READABLE:
         raise CheckpointError(
             f"{path} has format {section.get('format')}, but this version of torchbearer_ddp "
-            f"reads format {FORMAT}. Use the version that wrote it ({section.get('versions')})."
+            f"reads formats {' and '.join(map(str, _READABLE))}. Use the version that wrote it "
+            f"({section.get('versions')})."
         )
     return str(path), payload
 

@@ -19,7 +19,13 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import Tqdm
 
-from torchbearer_ddp.checkpoints import contents, metric_state, rank_state
+from torchbearer_ddp.checkpoints import (
+    contents,
+    generators,
+    metric_state,
+    rank_state,
+    trained_state,
+)
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
@@ -44,7 +50,7 @@ class EpochTrace:
     """
 
     def __init__(self, state: Any) -> None:
-        self._start = rank_state.generators(state)
+        self._start = generators.collect(state)
         self._again_at = 0
         self._again: dict[str, Any] | None = None
 
@@ -54,7 +60,7 @@ class EpochTrace:
         if generator is None or state[torchbearer.STEPS] == done:
             return
         if done % max(1, len(generator)) == 0:
-            self._again_at, self._again = done, rank_state.generators(state)
+            self._again_at, self._again = done, generators.collect(state)
 
     def collect(self, state: Any) -> dict[str, Any]:
         """Plain data for :meth:`replay`, after a step."""
@@ -75,7 +81,7 @@ class EpochTrace:
         self._again_at, self._again = saved["again_at"], saved["again"]
         for state[torchbearer.BATCH] in range(done):
             if self._again is not None and state[torchbearer.BATCH] == self._again_at:
-                rank_state.set_generators(state, self._again)
+                generators.restore(state, self._again)
             sampler(state)
         state[torchbearer.METRICS] = saved["values"]
         state[torchbearer.SAMPLER] = _resumed(sampler, done, steps)
@@ -105,7 +111,8 @@ def _show_progress(state: Any, done: int, *, on_epoch: bool) -> None:
     # torchbearer's own printer is not in the list but in front of it.
     for printer in [getattr(callbacks, "callback", None), *callbacks]:
         if isinstance(printer, Tqdm) and printer._on_epoch == on_epoch and printer._loader:
-            printer._loader.initial = printer._loader.n = done
+            samples = getattr(printer, "samples", None)  # on several ranks the bar counts these
+            printer._loader.initial = printer._loader.n = samples.after(done) if samples else done
             printer._loader.refresh()
 
 
@@ -115,57 +122,122 @@ class Resume:
     Args:
         path: Where the checkpoint was found, for messages.
         payload: Its contents.
+
+    Attributes:
+        path: As given.
     """
 
     def __init__(self, path: str, payload: dict[str, Any]) -> None:
-        self._path = path
+        self.path = path
         self._payload = payload
         self._section = payload[SECTION]
+        self._others = trained_state.saved_states(self._section)
         self._mine: dict[str, Any] | None = None
         #: The steps done in the epoch that continues; 0 to begin that epoch.
         self._batch = 0
+        self._stops = False
 
     @property
     def global_step(self) -> int:
         """The number of steps done."""
         return int(self._section["global_step"])
 
+    @property
+    def run_number(self) -> int:
+        """During which call of ``run()`` it was saved; 0 in a file of format 2."""
+        return len(self._section.get("runs", []))
+
+    @property
+    def epochs_asked(self) -> int:
+        """How many epochs that call had asked for."""
+        return int(self._section["runs"][-1][0])
+
+    @property
+    def stopped(self) -> str | None:
+        """The callback that had ended that call, if one had."""
+        found: str | None = self._section.get("stopped")
+        return found
+
+    @property
+    def callbacks(self) -> list[str]:
+        """The names of the callbacks."""
+        return list(self._section["callbacks"])
+
+    def ended_run(self, number: int, asked: int) -> list[int] | None:
+        """The entry for the call with this number, if it had ended when this was saved.
+
+        A call that now asks for another number of epochs is not the same: the script has changed.
+        """
+        if number < self.run_number and self._section["runs"][number - 1][0] == asked:
+            found: list[int] = self._section["runs"][number - 1]
+            return found
+        return None
+
+    def can_be_of(self, asked: int) -> bool:
+        """Whether a run that asks for so many epochs comes to where this was saved."""
+        epochs = self._section["epochs"]
+        return bool(epochs < asked or (epochs == asked and not self._section["batch"]))
+
     def start(self, state: Any) -> None:
         """Puts back what the other callbacks may want to see at their start."""
-        error = None
-        try:
-            contents.restore(state, self._payload)
-        except CheckpointError as caught:
-            error = CheckpointError(f"{self._path}: {caught}")
-        collectives.raise_together(error, "continuing from a checkpoint")
-        contents.restore_callbacks(state, self._payload)
-        if self._section["world_size"] == collectives.world_size():
-            # A callback that derives a seed at its start (the order of the data) must get the same.
-            mine = self._own_part(state)
-            rank_state.set_generators(state, mine["generators"])
-            state[torchbearer.HISTORY][:] = mine["history"]
+        self._together(lambda: self._start(state))
         _show_progress(state, self._section["epochs"], on_epoch=True)
         if collectives.is_rank_zero():
             contents.warn_of_changed_callbacks(state, self._payload)
+
+    def _start(self, state: Any) -> None:
+        contents.restore(state, self._payload)
+        contents.restore_callbacks(state, self._payload)
+        own: trained_state.States = {}
+        if self._section["world_size"] == collectives.world_size():
+            # A callback that derives a seed at its start (the order of the data, the streams of the
+            # ranks) must get the same.
+            mine = self._own_part(state)
+            generators.restore(state, mine.get("started") or mine["generators"])
+            state[torchbearer.HISTORY][:] = mine["history"]
+            own = mine["others"]
+        trained_state.restore(state, self._others, own)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Puts something back; what does not fit on one rank is an error on all."""
+        error: Exception | None = None
+        try:
+            action()
+        except CheckpointError as caught:
+            error = CheckpointError(f"{self.path}: {caught}")
+        except Exception as caught:  # of a callback's load_state_dict, say
+            error = caught
+        collectives.raise_together(error, "continuing from a checkpoint")
+
+    def announce(self) -> None:
+        """Says where the run continues."""
         announce(
-            f"continuing from {self._path} ({self._section['epochs']} epochs and "
+            f"continuing from {self.path} ({self._section['epochs']} epochs and "
             f"{self.global_step} steps done); to start afresh, give another folder or remove the "
             "checkpoints there"
         )
 
+    def stop(self, state: Any) -> None:
+        """Lets the run end where it was stopped: after an epoch, or by the hooks of its middle."""
+        if self._section["batch"]:
+            self._stops = True
+        else:
+            state[torchbearer.MAX_EPOCHS] = len(state[torchbearer.HISTORY])
+
     def start_epoch(self, state: Any) -> None:
         """Puts back what the start of the other callbacks may have changed, and the generators."""
         self._choose_part(state)
-        self._put_back(state)
-        if self._mine is None:
-            return
-        if self._batch:
-            rank_state.set_generators(state, self._mine["epoch"]["start"])
+        trained_state.warn_of_changes(state, self._others)
+        if self._mine is not None and self._batch:
+            self._put_back(state)
+            generators.restore(state, self._mine["epoch"]["start"])
         else:
-            metrics = state[torchbearer.METRIC_LIST]
-            metrics.train()
-            metrics.reset(state)  # a metric may get its parts only now
-            self._put_back_metrics(state, self._mine)
+            self._put_back_between_epochs(state)
+
+    def finish(self, state: Any) -> None:
+        """Puts everything back where no epoch was left to do."""
+        self._choose_part(state)
+        self._put_back_between_epochs(state)
 
     def continue_epoch(self, state: Any, trace: EpochTrace) -> None:
         """Goes to the middle of the epoch, the loader having been started."""
@@ -173,19 +245,34 @@ class Resume:
             trace.replay(state, self._mine["epoch"], self._batch)
             self._put_back(state)
             self._put_back_metrics(state, self._mine)
+            if self._stops:
+                state[torchbearer.STEPS], state[torchbearer.STOP_TRAINING] = 0, True
 
     def _put_back(self, state: Any) -> None:
+        self._together(lambda: self._put_back_here(state))
+
+    def _put_back_here(self, state: Any) -> None:
         contents.restore_callbacks(state, self._payload)
+        own = self._mine["others"] if self._mine else {}
+        trained_state.restore(state, self._others, own)
         # After the schedulers: one that was just made has set its first learning rate.
-        contents.restore_optimizer(state, self._payload)
+        contents.restore_optimizer(state, {**self._payload, **trained_state.own_optimizer(own)})
         if self._mine is not None:
             model = contents.unwrapped(state[torchbearer.MODEL])
             rank_state.restore_buffers(model, self._mine["buffers"])
 
+    def _put_back_between_epochs(self, state: Any) -> None:
+        self._put_back(state)
+        if self._mine is not None:
+            metrics = state[torchbearer.METRIC_LIST]
+            metrics.train()
+            metrics.reset(state)  # a metric may get its parts only now
+            self._put_back_metrics(state, self._mine)
+
     def _put_back_metrics(self, state: Any, mine: dict[str, Any]) -> None:
         """The metrics, and then the generators, from which a metric may have drawn."""
         metric_state.restore(state[torchbearer.METRIC_LIST], mine["metrics"])
-        rank_state.set_generators(state, mine["generators"])
+        generators.restore(state, mine["generators"])
 
     def _own_part(self, state: Any) -> dict[str, Any]:
         part = self._section["ranks"][collectives.rank()]
@@ -199,6 +286,9 @@ class Resume:
             for name, value in plan.items()
             if self._section[name] != value and (batch or name == "world_size")
         }
+        # Of any rank: all must go the same way from here on.
+        everyone = collectives.all_gather(changed, "the conditions of a checkpoint")
+        changed = next((each for each in everyone if each), {})
         if not changed:
             self._mine, self._batch = self._own_part(state), batch
             return
@@ -209,7 +299,7 @@ class Resume:
             )
             place = "the epoch begins again, and " if batch else ""
             warnings.warn(
-                f"{self._path} was saved under other conditions ({listed}). Weights, optimizer, "
+                f"{self.path} was saved under other conditions ({listed}). Weights, optimizer, "
                 f"history and callbacks carry over; {place}random numbers start anew, so the "
                 "run is not bit for bit the one that would have gone on.",
                 stacklevel=2,

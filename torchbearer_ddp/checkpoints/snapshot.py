@@ -8,6 +8,7 @@ import numpy
 import torch
 
 from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group import layouts
 from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
 
 
@@ -34,22 +35,31 @@ class Snapshot(PlainDataWalker):
     def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
         """The copy of a tensor."""
         tensor = tensor.detach()
+        if (parts := layouts.sparse_parts(tensor)) is not None:
+            copies = [self.tensor(part, f"{where}<{i}>") for i, part in enumerate(parts)]
+            coalesced = layouts.is_coalesced(tensor)
+            return layouts.from_sparse_parts(
+                tensor.layout, copies, tensor.shape, coalesced=coalesced
+            )
+        if not layouts.is_strided(tensor):
+            return tensor.cpu().clone() if tensor.is_quantized else self.other(tensor, where)
         if self._borrow and tensor.device.type == "cpu":
             return tensor
         # Tied parameters have several names; one copy serves them all.
-        place = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        place = (*_kind(tensor), tensor.device, tensor.data_ptr(), tensor.is_conj())
         if tensor.numel() and place in self._shared:
             return self._shared[place]
+        plain = layouts.dense(tensor)
         copy = self._buffers.get(where)
-        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if copy is None or _kind(copy) != _kind(plain):
+            copy = torch.empty_like(plain, device="cpu")
             self._buffers[where] = copy
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+        if tensor.device.type == "cpu":
             # torch would divide the work among threads that other ranks need too, and wait for the
             # last of them: many times slower on a busy machine, little faster on an idle one.
-            numpy.copyto(_bytes(copy), _bytes(tensor))
+            numpy.copyto(layouts.memory(copy).numpy(), layouts.memory(plain).numpy())
         else:
-            copy.copy_(tensor)
+            copy.copy_(plain)
         self._shared[place] = copy
         return copy
 
@@ -63,5 +73,5 @@ class Snapshot(PlainDataWalker):
         )
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
-    return tensor.view(-1).view(torch.uint8).numpy()
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()

@@ -22,10 +22,16 @@ class Accumulation:
         if batches < 1:
             raise ValueError(f"accumulate is {batches}: give the number of batches, at least 1.")
         self._batches = batches
-        self.clear()
+        #: The epoch and the batch that were added last.
+        self._last: tuple[int, int] | None = None
+        self._begin()
 
     def clear(self) -> None:
         """Drops what is held: a run starts with nothing of the run before."""
+        self._last = None
+        self._begin()
+
+    def _begin(self) -> None:
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._batches_done = 0
         #: What the losses so far divide by together.
@@ -81,6 +87,13 @@ class Accumulation:
         """
         if self._batches == 1:
             return weight
+        batch = state[torchbearer.EPOCH], state[torchbearer.BATCH]
+        if batch == self._last:
+            raise ValueError(
+                "accumulate adds up one backward pass of each batch, but this closure makes "
+                "several. Use a larger batch instead of accumulate."
+            )
+        self._last = batch
         if counts_nothing(average, weight):
             for parameter in _parameters(state):
                 parameter.grad = None
@@ -105,12 +118,10 @@ class Accumulation:
         for parameter, gradient in trained:
             parameter.grad = gradient / divisor if divisor != 1.0 else gradient
         total = self._total
-        self.clear()
+        self._begin()
         return total
 
-    def _in_units_of(
-        self, weight: float, average: Average, gradient: torch.Tensor
-    ) -> torch.Tensor:
+    def _in_units_of(self, weight: float, average: Average, gradient: torch.Tensor) -> torch.Tensor:
         """A held gradient, scaled so that the gradient of a batch of this weight can be added."""
         if average is not Average.WEIGHTED or not weight or weight == self._unit:
             return gradient

@@ -35,6 +35,8 @@ class Averager:
         self._marks = Marks()
         self._parameters: trained.Named = []
         self._optimizers: dict[int, str] = {}
+        #: All parameters, also those that are left out.
+        self._known: set[int] = set()
         #: The number of the optimizer that trains a parameter, and the group of an optimizer.
         self._owner: dict[int, int] = {}
         self._groups: dict[int, int] = {}
@@ -49,7 +51,9 @@ class Averager:
         #: Groups whose gradients are a sum on top of a sum.
         self._mixed = 0
         self._kinds: list[Any] = []
-        self._regular = 0.0
+        #: The weight of a regular batch, the same on every rank; 0 as long as it is not known.
+        self.regular = 0.0
+        self._is_current = False
         #: True if messages of a backward pass that failed are still under way.
         self._failed = False
         self._announced = False
@@ -75,13 +79,25 @@ class Averager:
             self.forget()
             self._kinds = kinds
             self._parameters = found
-            for name, optimizer in optimizers.items():
-                self._add(name, optimizer)
+            self._optimizers = {id(each): name for name, each in optimizers.items()}
+            for number, optimizer in enumerate(optimizers.values()):
+                for parameter in trained.parameters_of(optimizer):
+                    self._owner.setdefault(id(parameter), number)
+            left_out = [p for each in [*self._skip, *wrapped] for p in trained.parameters_of(each)]
+            self._known = {id(p) for p in [*left_out, *(p for _, p in found)]}
             self._order = GradientOrder([parameter for _, parameter in found])
 
     def begin_step(self) -> None:
         """Begins a step: an average of the step before is no average of this one."""
         self._marks.averaged.clear()
+
+    def begin(self, average: Average, weight: float) -> None:
+        """Announces a backward pass, whose gradients may travel while it runs."""
+        if self.reducer is not None and self.reducer.is_outdated:
+            self.close()  # before anything is sent
+        if self.reducer is not None:
+            self.reducer.begin(average, weight)
+            self._is_current = True
 
     def needs_average(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if an optimizer is about to step on gradients that were not averaged.
@@ -92,7 +108,7 @@ class Averager:
         number = self._number(optimizer)
         done = number in self._done
         self._done.discard(number)
-        own = {id(parameter) for parameter in trained.parameters_of(optimizer)}
+        own = self._take_in(optimizer)
         if self.reducer is None:
             known = [parameter for _, parameter in self._parameters if id(parameter) in own]
             new = any(parameter.grad is not None for parameter in known)
@@ -122,8 +138,9 @@ class Averager:
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._number(optimizer) + 1
         report.frozen = sum(not parameter.requires_grad for _, parameter in self._parameters)
-        if self.reducer is None or self.reducer.is_outdated:
+        if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
             self._remake(group, report)
+        self._is_current = False
         report.regroup = any(map(self._is_new, self._outside))
         summary = self._reduce(group, report, average)
         if summary.regroup:
@@ -137,13 +154,13 @@ class Averager:
 
     def loss(self, average: Average, summary: StepSummary) -> float:
         """The loss that one process would have."""
-        weights = Weights(len(summary.losses), self._regular)
+        weights = Weights(len(summary.losses), self.regular)
         return weights.combine(average, summary.losses, summary.weights)
 
     def check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises, on every rank, if an optimizer is about to step on a sum of sums."""
         if self._mixed and any(
-            self._mixed >> self._group(self._owner[id(parameter)]) & 1
+            self._mixed >> self._group(self._owner.get(id(parameter), 0)) & 1
             for parameter in trained.parameters_of(optimizer)
             if parameter.grad is not None
         ):
@@ -162,7 +179,7 @@ class Averager:
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
         self._optimizers, self._owner, self._groups = {}, {}, {}
-        self._at_step, self._done, self._mixed, self._regular = set(), set(), 0, 0.0
+        self._at_step, self._done, self._mixed = set(), set(), 0
 
     def close(self) -> None:
         """Releases the buckets; the gradients stay valid, in memory of their own."""
@@ -176,27 +193,28 @@ class Averager:
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         """The number of an optimizer; one that is not known yet is taken in."""
         if id(optimizer) not in self._optimizers:
-            kind = type(optimizer).__name__
-            name = f"{kind} number {len(self._optimizers)}"
-            known = {id(parameter) for _, parameter in self._parameters}
-            new = [p for p in trained.parameters_of(optimizer) if id(p) not in known]
-            self._add(name, optimizer)
-            if new:
-                named = [(f"{name}, parameter {index}", each) for index, each in enumerate(new)]
-                self._parameters = [*self._parameters, *named]
-                self._outside = [*self._outside, *new]
-                self._strangers += named
-                announce(
-                    f"averaging {len(new)} parameters that {kind} trains and that are neither in "
-                    "the state of the Trial nor on a callback"
-                )
+            name = f"{type(optimizer).__name__} number {len(self._optimizers)}"
+            self._optimizers[id(optimizer)] = name
         return list(self._optimizers).index(id(optimizer))
 
-    def _add(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        number = len(self._optimizers)
-        self._optimizers[id(optimizer)] = name
-        for parameter in trained.parameters_of(optimizer):
-            self._owner.setdefault(id(parameter), number)
+    def _take_in(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Adds parameters of an optimizer that are not known yet; returns all of its own."""
+        own = trained.parameters_of(optimizer)
+        identities = {id(parameter) for parameter in own}
+        if not identities <= self._known:
+            name, number = self._optimizers[id(optimizer)], self._number(optimizer)
+            new = [parameter for parameter in own if id(parameter) not in self._known]
+            named = [(f"{name}, parameter {index}", each) for index, each in enumerate(new)]
+            self._parameters = [*self._parameters, *named]
+            self._outside = [*self._outside, *new]
+            self._strangers += named
+            self._known |= identities
+            self._owner.update((id(parameter), number) for parameter in new)
+            announce(
+                f"averaging {len(new)} more parameters, which {name} trains: they were not in the "
+                "state of the Trial or on a callback when this epoch began"
+            )
+        return identities
 
     def _group(self, number: int) -> int:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
@@ -252,10 +270,10 @@ class Averager:
             weight=report.weight,
         )
         if any(each["failed"] for each in everyone):
-            group.abandon_gradients()
+            group.renew_gradients()
         self._failed = False
         self._align_strangers([each["strangers"] for each in everyone])
-        self._regular = self._regular or max(each["weight"] for each in everyone) or 1.0
+        self.regular = self.regular or max(each["weight"] for each in everyone) or 1.0
         active = {index for each in everyone for index in each["active"]}
         sparse = {index for each in everyone for index in each["sparse"]}
         first = everyone[0]["order"]  # rank zero's order for all
@@ -270,12 +288,9 @@ class Averager:
         }
         self.reducer = Reducer(
             group,
-            [
-                Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse)
-                for i in wanted
-            ],
+            [Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse) for i in wanted],
             self._options,
-            Weights(group.member.world_size, self._regular),
+            Weights(group.member.world_size, self.regular),
             self._marks,
         )
         if not self._announced:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torchbearer
 
-from torchbearer_ddp.data.batch import batch_size
-from torchbearer_ddp.gradients.loss import Verdict, classify, divisor
+from torchbearer_ddp.gradients.loss import Verdict, classify, combine, divisor
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
 
 CHOICES = ("mean", "sum", "coupled")
+#: How many batches are looked at where one cannot tell.
 _TRIES = 3
 _PAGE = "See the page on losses in the documentation."
 _LINES = {
@@ -70,9 +71,8 @@ class LossVerdicts:
         """What one loss divides by at this batch."""
         if self._weight is not None:
             return as_sent(float(self._weight(state)))
-        if self.kind(number) == "weighted":
-            return as_sent(divisor(state[torchbearer.CRITERION], state, "weighted"))
-        return float(batch_size(state))
+        kind = self.kind(number) or "unknown"
+        return as_sent(divisor(state.get(torchbearer.CRITERION), state, kind))
 
     def find(self, state: Any, number: int) -> None:
         """Finds the kind of a loss right after it was computed; collective the first times."""
@@ -81,26 +81,17 @@ class LossVerdicts:
         loss = state.get(torchbearer.LOSS)
         is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
         self._seen = id(loss)
-        kind, reason = _agree(
+        mine = (
             classify(state[torchbearer.CRITERION], state)
             if is_new
             else Verdict("unknown", "the closure keeps it under a key of its own")
         )
+        everyone = collectives.all_gather(astuple(mine), "the kind of the loss")
+        agreed = combine([Verdict(*each) for each in everyone])
         self._tries += 1
-        if kind == "unknown" and self._tries < _TRIES:
-            return  # a later batch may tell
+        if agreed.later and self._tries < _TRIES:
+            return
         self._tries = 0
-        self.kinds.append(kind)
-        if kind in _LINES:
-            announce(_LINES[kind].format(ranks=collectives.world_size(), reason=reason))
-
-
-def _agree(mine: Verdict) -> tuple[str, str]:
-    """One kind for all ranks: the one that those who can tell have found."""
-    everyone = collectives.all_gather((mine.kind, mine.reason), "the kind of the loss")
-    kinds = {kind for kind, _ in everyone if kind != "unknown"}
-    if len(kinds) == 1:
-        return kinds.pop(), ""
-    if kinds:
-        return "coupled", ""
-    return "unknown", mine.reason
+        self.kinds.append(agreed.kind)
+        if line := _LINES.get(agreed.kind):
+            announce(line.format(ranks=collectives.world_size(), reason=agreed.reason))

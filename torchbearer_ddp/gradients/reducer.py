@@ -183,9 +183,12 @@ class Reducer:
         sent, report.again = self._hooks.disarm()
         self._begun = True
         used = self._find_new(report)
+        # A backward pass that failed has sent a part of its gradients, and nothing is left of them.
+        report.failed = sent > 0 and not any(used)
         if only is not None:
             report.groups &= 1 << only
         exchange = Exchange(report, used, average, counts_nothing(average, report.weight))
+        exchange.empty |= report.failed
         summary = self._exchange(exchange, sent)
         if summary.again:
             # Backward ran more than once, so the buckets sent during the first were incomplete.

@@ -29,6 +29,7 @@ _ALONE = membership.Member()
 
 
 def _member() -> membership.Member:
+    membership.ensure_joined()
     group = membership.current()
     return group.member if group else _ALONE
 
@@ -50,6 +51,7 @@ def local_rank() -> int:
 
 def device() -> torch.device:
     """The device this rank computes on; without a process group a GPU if there is one."""
+    membership.ensure_joined()
     group = membership.current()
     member = group.member if group else membership.single()
     if member:
@@ -231,6 +233,7 @@ def _shortened(text: str) -> str:
 
 def _group_with_peers() -> membership.Group | None:
     """The group, or None if there is no other rank to exchange with."""
+    membership.ensure_joined()
     group = membership.current()
     return group if group is not None and group.member.world_size > 1 else None
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import membership, memory, rendezvous
+from torchbearer_ddp.group import membership, memory, rendezvous, unsynchronised
 from torchbearer_ddp.group.bounded import in_time
 from torchbearer_ddp.group.membership import Group, Member, gloo_interface, transport_timeout
 from torchbearer_ddp.group.roll_call import roll_call
@@ -76,6 +76,8 @@ def join(
         "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
     )
     membership.set_current(group)
+    if member.world_size > 1:
+        unsynchronised.watch(afresh=True)
     return int(roll[0]["seed"]) if member.seed is None else member.seed
 
 
@@ -85,14 +87,17 @@ def join_single(member: Member) -> int | None:
     return member.seed
 
 
-def leave() -> None:
+def leave(why: str = "returned from the worker") -> None:
     """Closes the group after success; a broken one stays open, because closing it could hang.
 
-    The rank that holds the store waits until the others have left, or for a few seconds.
+    The rank that holds the store waits until the others have left, or for a few seconds. A rank
+    that still waits for this one raises an error that says ``why`` it left.
     """
     group = membership.set_current(None)
     if group is not None and dist.is_initialized():
-        _depart(group, rendezvous.LEAVE_SECONDS)
+        # A rank that is still in an exchange which this one has completed does not wait for it.
+        farewell = {"why": why, "sequence": group.sequence}
+        _depart(group, rendezvous.LEAVE_SECONDS, (group.member.rank, farewell))
         if not group.broken:
             dist.destroy_process_group()
 
@@ -104,12 +109,12 @@ def abandon() -> None:
     """
     group = membership.set_current(None)
     if group is not None:
-        _depart(group, rendezvous.ABANDON_SECONDS)
+        _depart(group, rendezvous.ABANDON_SECONDS, None)
 
 
-def _depart(group: Group, seconds: float) -> None:
+def _depart(group: Group, seconds: float, farewell: tuple[int, dict[str, Any]] | None) -> None:
     wait = seconds if group.serves_store else 0.0
-    rendezvous.depart(group.store, group.member.world_size, wait)
+    rendezvous.depart(group.store, group.member.world_size, wait, farewell)
 
 
 def _with_place(member: Member, roll: list[dict[str, Any]]) -> Member:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torchbearer_ddp import log
 from torchbearer_ddp.group.network import interface_of, loopback, route_to
 from torchbearer_ddp.group.rendezvous import own_connection
+from torchbearer_ddp.log import logger
 
 DEFAULT_TIMEOUT = 300.0
 #: The first step may compile, download or fill caches, so it may take this many timeouts.
@@ -64,33 +65,38 @@ class Group:
     runs: int = 0
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
-    #: Channels that were made, by their ranks and purpose: each has threads and sockets.
-    _channels: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    #: torch's process group that this group uses.
+    torch_group: Any = field(default=None, repr=False)
+    _channels: tuple[Any, Any] | None = field(default=None, repr=False)
+    #: Channels of some ranks that were made, by their ranks: each has threads and sockets.
+    _between: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
     #: Channels with messages that no rank will receive; their memory must not be freed.
     _abandoned: list[Any] = field(default_factory=list, repr=False)
 
     def make_channels(self) -> tuple[Any, Any]:
         """The channels for small values and for gradients; collective the first time."""
-        return self.channel_between(purpose="control"), self.channel_between(backend=None)
+        if self._channels is None:
+            self._channels = self._make_channel(), self._make_channel(backend=None)
+        return self._channels
 
-    def channel_between(
-        self,
-        ranks: list[int] | None = None,
-        backend: str | None = "gloo",
-        purpose: str = "gradients",
-    ) -> Any:
-        """The channel of some ranks, or of all; the first time collective, also for other ranks."""
-        key = (purpose, backend, *(ranks or ()))
-        if key not in self._channels:
-            timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
-            with gloo_interface(self.address):
-                self._channels[key] = dist.new_group(ranks, backend=backend, timeout=timeout)
-        return self._channels[key]
+    def channel_between(self, ranks: list[int]) -> Any:
+        """The channel of some ranks; the first time collective, also for ranks not in it."""
+        key = tuple(ranks)
+        if key not in self._between:
+            self._between[key] = self._make_channel(ranks)
+        return self._between[key]
 
-    def abandon_gradients(self) -> None:
-        """Lets new channels be made for gradients: messages are left in those there are."""
-        for key in [key for key in self._channels if key[0] == "gradients"]:
-            self._abandoned.append(self._channels.pop(key))
+    def renew_gradients(self) -> None:
+        """Makes a new channel for gradients, as messages are left in the old one; collective."""
+        control, gradients = self.make_channels()
+        self._abandoned += [gradients, *self._between.values()]
+        self._between.clear()
+        self._channels = control, self._make_channel(backend=None)
+
+    def _make_channel(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
+        timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
+        with gloo_interface(self.address):
+            return dist.new_group(ranks, backend=backend, timeout=timeout)
 
     @property
     def control(self) -> Any:
@@ -108,12 +114,48 @@ class _Membership:
 
     group: Group | None = None
     single: Member | None = None
+    #: torch's process group of the last run; after a failure it stays open, but nobody uses it.
+    left: Any = None
+    #: True once it is decided whether this process joins a group.
+    settled = False
+    join_by_itself: Callable[[], None] | None = None
+    on_adoption: Callable[[], None] | None = None
+
+
+def register(join_by_itself: Callable[[], None], on_adoption: Callable[[], None]) -> None:
+    """Sets how a process joins by itself, and what follows if it uses the user's own group.
+
+    The layer above, which knows how ranks are launched, registers itself here.
+    """
+    _Membership.join_by_itself, _Membership.on_adoption = join_by_itself, on_adoption
+
+
+def settle() -> None:
+    """From now on this process does not join a group by itself."""
+    _Membership.settled = True
+
+
+def ensure_joined() -> None:
+    """Joins the group that torchrun or srun has started this process for, at the first call."""
+    if _Membership.settled or current() is not None:
+        return
+    settle()
+    if _Membership.join_by_itself is not None:
+        _Membership.join_by_itself()
 
 
 def current() -> Group | None:
     """The group this process has joined, or the user's own process group of torch."""
-    if _Membership.group is None and dist.is_available() and dist.is_initialized():
+    found = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    known = _Membership.group
+    if known is not None and known.torch_group is not found:
+        # The user has called destroy_process_group, and perhaps made another group since.
+        logger.warning("the script has destroyed the process group that this process was part of")
+        set_current(None)
+    if _Membership.group is None and found is not None and found is not _Membership.left:
         set_current(_adopt())
+        if _Membership.on_adoption is not None:
+            _Membership.on_adoption()
     return _Membership.group
 
 
@@ -126,6 +168,10 @@ def set_current(group: Group | None, single: Member | None = None) -> Group | No
     """Replaces the group of this process, and returns the previous one."""
     previous = _Membership.group
     _Membership.group, _Membership.single = group, single
+    if group is not None:
+        group.torch_group = dist.group.WORLD
+    elif previous is not None:
+        _Membership.left = previous.torch_group
     # After the run this process keeps its rank in the log: its last lines are about that run.
     if member := group.member if group else single:
         log.set_rank(member.rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import json
 import os
 import select
 import socket
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -191,17 +193,32 @@ def is_gone(store: Store) -> bool:
     return False
 
 
-def depart(store: Store, world_size: int, seconds: float) -> None:
-    """Records that this rank leaves, and waits up to ``seconds`` for the others to leave too."""
+def depart(
+    store: Store, world_size: int, seconds: float, farewell: tuple[int, dict[str, Any]] | None
+) -> None:
+    """Records that this rank leaves, and waits up to ``seconds`` for the others to leave too.
+
+    ``farewell`` is the rank and what those that still wait for it should know.
+    """
 
     def leave() -> None:
         if not is_gone(store):
+            if farewell is not None:
+                store.set(f"farewell/{farewell[0]}", json.dumps(farewell[1]))
             store.add("left", 1)
             await_departures(store, world_size, seconds)
 
     # The process that holds the store may have ended already, or be unreachable.
     with contextlib.suppress(LaunchError):
         in_time(leave, time.monotonic() + seconds + STORE_SECONDS, "the store does not answer")
+
+
+def farewells(store: Store, world_size: int) -> dict[int, dict[str, Any]]:
+    """What the ranks that have left said, by rank."""
+    if store.add("left", 0) == 0:  # one question instead of one for each rank
+        return {}
+    keys = {rank: f"farewell/{rank}" for rank in range(world_size)}
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:

@@ -40,7 +40,7 @@ def roll_call(
         # At the deadline _exchange names the missing ranks, unless the store does not answer.
         return in_time(lambda: _exchange(store, member, deadline), deadline + STORE_SECONDS, lost)
     except LaunchError:
-        depart(store, member.world_size, ABANDON_SECONDS if serves else 0.0)
+        depart(store, member.world_size, ABANDON_SECONDS if serves else 0.0, None)
         raise
 
 

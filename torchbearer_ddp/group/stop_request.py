@@ -18,6 +18,7 @@ from typing import NoReturn
 
 #: A terminal or a launcher may send one request twice, to the process and to its group.
 ECHO_SECONDS = 1.0
+_TRIAL_MODULE = "torchbearer.trial"
 
 
 @dataclass
@@ -28,6 +29,7 @@ class StopRequest:
         signum: The signal that asked, or None.
         at: When it came, on the monotonic clock.
         polled: True while training reads the request at each step, so a signal need not interrupt.
+        loop: The frame of the Trial that reads it, if one does; 0 in a loop of the user's own.
         exiting: True once a second signal has started the exit handlers.
         resumable: True once a Checkpoint is in use: a restarted run continues where this one stops.
     """
@@ -35,6 +37,7 @@ class StopRequest:
     signum: int | None = None
     at: float = 0.0
     polled: bool = False
+    loop: int = 0
     exiting: bool = False
     resumable: bool = False
 
@@ -58,7 +61,7 @@ def requested() -> int | None:
 
     From the first call on, a signal does not interrupt the step but waits to be found here.
     """
-    _Current.request.polled = True
+    _Current.request.polled, _Current.request.loop = True, _training_loop(sys._getframe())
     return _Current.request.signum
 
 
@@ -93,11 +96,22 @@ def handle(signum: int, frame: FrameType | None) -> None:
         # A SIGTERM after SIGUSR2 is Slurm's last warning before SIGKILL: use the time that is left.
         return
     request.signum, request.at = signum, now
-    if request.polled:
+    # A caught exception may have ended the Trial's loop without a word to us.
+    if request.polled and request.loop == _training_loop(frame):
         return
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + signum)
+
+
+def _training_loop(frame: FrameType | None) -> int:
+    """Identifies the outermost call of a Trial's method that led to this frame; 0 without one."""
+    found = 0
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _TRIAL_MODULE:
+            found = id(frame)
+        frame = frame.f_back
+    return found
 
 
 def end(code: int) -> NoReturn:

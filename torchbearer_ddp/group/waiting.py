@@ -27,7 +27,8 @@ from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, P
 from torchbearer_ddp.group import debug, failures
 from torchbearer_ddp.group.bounded import in_background, in_time
 from torchbearer_ddp.group.membership import FIRST_STEP_TIMEOUTS, Group
-from torchbearer_ddp.group.rendezvous import is_gone
+from torchbearer_ddp.group.place import users_place
+from torchbearer_ddp.group.rendezvous import farewells, is_gone
 
 _T = TypeVar("_T")
 
@@ -57,6 +58,8 @@ class Wait:
         self._activity = activity
         self._started = time.monotonic()
         self._polls = 0
+        #: Where the user's code waits, see :func:`users_place`.
+        self._place = ""
         #: The last entry of each rank that is behind, and when that entry was new.
         self._behind: dict[int, tuple[dict[str, Any], float]] = {}
 
@@ -74,6 +77,7 @@ class Wait:
             DesyncError: If another rank waits for something else.
         """
         deadline = max(time.monotonic(), self._started + self.timeout) + _STORE_SECONDS
+        self._place = users_place()
         try:
             in_time(self._compare_with_others, deadline, _NO_ANSWER)
         except DistributedError as error:
@@ -89,6 +93,7 @@ class Wait:
         ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
+        self._place = users_place()
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
         try:
             silent = in_time(self._await_cause, deadline, _NO_ANSWER)
@@ -212,6 +217,20 @@ class Wait:
         if conclusion := _read(store, "conclusion"):
             kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[conclusion["kind"]]
             raise kind(conclusion["message"])
+        self._raise_if_left()
+
+    def _raise_if_left(self) -> None:
+        """Raises if a rank that this exchange needs has left the group."""
+        left = farewells(self._group.store, self._group.member.world_size)
+        gone = {r: each["why"] for r, each in left.items() if each["sequence"] < self._sequence}
+        if gone:
+            ranks, why = ", ".join(map(str, gone)), next(iter(gone.values()))
+            place = self._place or self._activity
+            message = (
+                f"Rank {ranks} has already {why} while rank {self._group.member.rank} is in "
+                f"{place}. Call it on every rank."
+            )
+            self._record_conclusion(DesyncError, message)
 
     def _names(self, ranks: list[int]) -> str:
         return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchbearer_ddp.group import layouts
 from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
 
 _LENGTH_BYTES = 8
@@ -53,13 +54,17 @@ class _Encoder(PlainDataWalker):
         return value
 
     def tensor(self, tensor: torch.Tensor, where: str) -> Any:
-        plain = tensor.detach().to_dense().cpu().contiguous()
-        # An empty tensor may have strides that cannot be viewed as bytes.
-        self.blobs.append(
-            plain.reshape(-1).view(torch.uint8) if plain.numel() else _byte_tensor(b"")
-        )
-        dtype = str(plain.dtype).removeprefix("torch.")
-        return ["tensor", dtype, list(plain.shape), tensor.device.type != "cpu"]
+        if (parts := layouts.sparse_parts(tensor)) is not None:
+            packed = [self.tensor(part, where) for part in parts]
+            coalesced = layouts.is_coalesced(tensor)
+            return ["sparse", _short(tensor.layout), list(tensor.shape), coalesced, packed]
+        if not layouts.is_strided(tensor):
+            return self.other(tensor, where)
+        plain = layouts.dense(tensor).cpu()
+        self.blobs.append(layouts.memory(plain))
+        node = ["tensor", _short(plain.dtype), list(plain.shape), tensor.device.type != "cpu"]
+        usual = torch.empty(plain.shape, device="meta").stride()
+        return node if plain.stride() == usual else [*node, list(plain.stride())]
 
     def sequence(self, kind: type, items: list[Any]) -> Any:
         return [kind.__name__, items]
@@ -88,6 +93,11 @@ class _Decoder:
         kind, *rest = node
         if kind == "tensor":
             return self._tensor(*rest)
+        if kind == "sparse":
+            layout, shape, coalesced, packed = rest
+            parts = [self.build(part) for part in packed]
+            layout = getattr(torch, layout)
+            return layouts.from_sparse_parts(layout, parts, shape, coalesced=coalesced)
         if kind == "bytes":
             return self.build(rest[0]).numpy().tobytes()
         if kind == "float":
@@ -97,12 +107,24 @@ class _Decoder:
             return dict(zip(*built, strict=True))
         return _CONTAINERS[kind](built[0])
 
-    def _tensor(self, dtype_name: str, shape: list[int], on_device: bool) -> torch.Tensor:
+    def _tensor(
+        self,
+        dtype_name: str,
+        shape: list[int],
+        on_device: bool,
+        strides: list[int] | None = None,
+    ) -> torch.Tensor:
         dtype = getattr(torch, dtype_name)
         size = math.prod(shape) * dtype.itemsize
         # A clone is aligned for its dtype, which a view at any byte offset is not.
         raw, self._blob = self._blob[:size].clone(), self._blob[size:]
-        return raw.view(dtype).reshape(shape).to(self._device if on_device else "cpu")
+        flat = raw.view(dtype)
+        tensor = flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
+        return tensor.to(self._device if on_device else "cpu")
+
+
+def _short(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.membership import Member
@@ -14,6 +16,8 @@ from torchbearer_ddp.launch.plan import Plan
 _TORCHRUN_SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 #: Slurm numbers its special steps (batch script, salloc's shell, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+#: Set by ``srun --pty``; which of them depends on the version.
+_PTY_VARIABLES = ("SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")
 #: Ports of Slurm steps: below the range from which systems take ports for outgoing connections.
 _FIRST_PORT, _PORTS = 20000, 12000
 #: Another program may hold the port; the ranks then try the next ones.
@@ -41,6 +45,29 @@ def in_slurm_step(environment: Mapping[str, str]) -> bool:
     """
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def in_interactive_shell(environment: Mapping[str, str]) -> bool:
+    """True in a shell that ``srun --pty`` has opened, where a command is one process.
+
+    Only the first task has the terminal. A step that is started in that shell inherits its
+    variables but not its terminal, and ``srun --pty python script.py`` starts all tasks.
+    """
+    if not any(name in environment for name in _PTY_VARIABLES) or _is_task_of_slurm():
+        return False
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _is_task_of_slurm() -> bool:
+    """True if Slurm's daemon itself has started this process."""
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
+    except OSError:
+        return False
 
 
 def read_torchrun(environment: Mapping[str, str]) -> Plan:

@@ -24,7 +24,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         ValueError: If the settings do not fit together.
         LaunchError: If the environment does not.
     """
-    given = Settings(settings)
+    given = settings if isinstance(settings, Settings) else Settings(settings)
     launcher, reason = _choose_launcher(given, environment)
     seed = given.integer("seed", 0) if "seed" in given else None
     plan = dataclasses.replace(
@@ -49,10 +49,11 @@ def _choose_launcher(given: Settings, environment: Mapping[str, str]) -> tuple[s
     launcher = given.get("launcher", "auto")
     if launcher not in LAUNCHERS:
         raise ValueError(
-            f"--launcher is {launcher!r}; it can be {', '.join(LAUNCHERS)}. Choose one of them."
+            f"{given.called('launcher')} is {launcher!r}; it can be {', '.join(LAUNCHERS)}. Choose "
+            "one of them."
         )
     if launcher != "auto":
-        return launcher, f"from --launcher {launcher}"
+        return launcher, f"from {given.shown('launcher')}"
     named = [name for name in PLACEMENT_FLAGS if name in given]
     if named:
         kind = "rank" if {"rank", "world_size"} & set(named) else "spawn"
@@ -60,13 +61,23 @@ def _choose_launcher(given: Settings, environment: Mapping[str, str]) -> tuple[s
     if environments.in_torchrun(environment):
         return "torchrun", "from torchrun's environment"
     if environments.in_slurm_step(environment):
-        return "srun", f"from the Slurm step of job {environment.get('SLURM_JOB_ID', '?')}"
+        return _in_slurm_step(environment)
     given.refuse(
         "is given but not which ranks to start: add --world-size N and --rank i, or --nnodes N, "
         "--node-rank i and --nproc-per-node M.",
         *("host", "port"),
     )
     return "inline", "no launch flags, no torchrun, no Slurm step"
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The launcher in a process of a Slurm step; where it is one process, how to start more."""
+    job, tasks = environment.get("SLURM_JOB_ID", "?"), environment.get("SLURM_NTASKS", "?")
+    if environments.in_interactive_shell(environment):
+        more = "" if tasks == "1" else f"; 'srun --overlap python ...' starts all {tasks} tasks"
+        return "inline", f"interactive shell of Slurm job {job}{more}"
+    more = "; 'srun --ntasks N python ...' starts N ranks" if tasks == "1" else ""
+    return "srun", f"from the Slurm step of job {job}{more}"
 
 
 def _place(launcher: str, given: Settings, environment: Mapping[str, str], gpus: int) -> Plan:
@@ -108,7 +119,7 @@ def _spawned_ranks(given: Settings, gpus: int) -> Plan:
             "--nproc-per-node is gpu but no GPU is visible. Give a number, or check "
             "CUDA_VISIBLE_DEVICES and the driver."
         )
-    count = checked_count("--nproc-per-node", gpus if count == "gpu" else count, 1)
+    count = checked_count(given.called("nproc_per_node"), gpus if count == "gpu" else count, 1)
     nodes = given.integer("nnodes", 1, 1)
     if nodes == 1:
         if given.integer("node_rank", 0) != 0:

@@ -7,9 +7,8 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -24,13 +23,46 @@ from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch import signals
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
+from torchbearer_ddp.launch.worker import unpack
 
-_running = threading.local()
+
+class _Running(threading.local):
+    """What this thread runs."""
+
+    worker = False
+
+
+_running = _Running()
 
 
 def is_inside_worker() -> bool:
     """True while this thread runs a worker."""
-    return getattr(_running, "worker", False)
+    return _running.worker
+
+
+class _Script:
+    """Whether the script itself is a rank: it joined by itself, or ``run`` has started it."""
+
+    started_by: str | None = None
+
+
+def script_started_by() -> str | None:
+    """What has made the whole script a rank, or None if it is not one."""
+    return _Script.started_by
+
+
+def script_is_a_rank(started_by: str) -> None:
+    """From now on the script itself is a rank, and ``run_distributed`` runs the worker on it."""
+    _Script.started_by, _running.worker = started_by, False
+
+
+def run_worker(worker_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls the worker; meanwhile ``run_distributed`` must not be called."""
+    _running.worker = True
+    try:
+        return worker_fn(*args, **kwargs)
+    finally:
+        _running.worker = False
 
 
 def run_rank(
@@ -38,33 +70,43 @@ def run_rank(
 ) -> Any:
     """Runs the worker in this process, as the ``index``-th rank of the plan."""
     member = plan.member_at(index)
+    with prepared(plan, member):
+        try:
+            join_group(plan, member)
+            result = run_worker(worker_fn, args, kwargs)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                leave()  # sys.exit(0): an early end, not a failure
+                raise
+            fail(error)
+            raise
+        leave()
+        return result
+
+
+def fail(error: BaseException) -> None:
+    """Tells the other ranks of this one's failure, and leaves them."""
+    if group := membership.current():
+        waiting.report_failure(group, error)
+    # Without destroy_process_group, which could hang and hide the cause.
+    abandon()
+
+
+@contextlib.contextmanager
+def prepared(plan: Plan, member: Member) -> Iterator[None]:
+    """What a rank needs besides its group: signals, crash reports, its number in the log."""
+    membership.settle()
     log.set_rank(member.rank)
     extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
     if plan.launcher != "inline":
         _show_crashes()
     reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
-    _running.worker = True
-    try:
-        with signals.handled(plan.grace, *extra), reporting:
-            try:
-                _join(plan, member)
-                result = worker_fn(*args, **kwargs)
-            except BaseException as error:
-                if isinstance(error, SystemExit) and not error.code:
-                    leave()  # sys.exit(0): an early end, not a failure
-                    raise
-                # Without destroy_process_group, which could hang and hide the cause.
-                if group := membership.current():
-                    waiting.report_failure(group, error)
-                abandon()
-                raise
-            leave()
-            return result
-    finally:
-        _running.worker = False
+    with signals.handled(plan.grace, *extra), reporting:
+        yield
 
 
-def _join(plan: Plan, member: Member) -> None:
+def join_group(plan: Plan, member: Member) -> None:
+    """Joins the group, and seeds the random generators alike on every rank."""
     if member.world_size == 1:
         seed = join_single(member)
     else:
@@ -84,8 +126,11 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
     """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
     plan = Plan.from_fields(plan_fields)
     rank = plan.member_at(index).rank
+    membership.settle()
     try:
-        body = _pickled_result(run_rank(plan, index, *_load_worker(payload)), rank)
+        if plan.member.seed is not None:
+            randomness.seed_all(plan.member.seed)  # for the script's module level
+        body = _pickled_result(run_rank(plan, index, *unpack(payload)), rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             body = cloudpickle.dumps(None)
@@ -102,18 +147,8 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
     """Runs this process, a task of a Slurm step, as the rank that its environment names."""
     plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
-    return run_rank(plan, 0, *_load_worker(payload))
-
-
-def _load_worker(payload: bytes) -> Any:
-    """The worker, with its names in ``__main__``, where pickle looks for them."""
-    worker = cloudpickle.loads(payload)
-    if getattr(worker[0], "__module__", None) == "__main__":
-        names = getattr(worker[0], "__globals__", {})
-        vars(sys.modules["__main__"]).update(
-            {name: value for name, value in names.items() if not name.startswith("__")}
-        )
-    return worker
+    membership.settle()
+    return run_rank(plan, 0, *unpack(payload))
 
 
 def _pickled_result(result: Any, rank: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 #: Settings that name the ranks to start; any of them switches detection off.
@@ -12,11 +13,25 @@ _LEAST, _MOST = -(2**63), 2**64 - 1
 
 
 class Settings(dict[str, Any]):
-    """The settings that were given, with checks that know the flags' names."""
+    """The settings that were given, with checks that know how they were given.
+
+    Args:
+        given: The settings.
+        keywords: Those that were keyword arguments; the others were flags.
+    """
+
+    def __init__(self, given: Mapping[str, Any], keywords: Collection[str] = ()) -> None:
+        super().__init__(given)
+        self._keywords = frozenset(keywords)
+
+    def called(self, name: str) -> str:
+        """The setting's name where it was given: that of a flag, or of a keyword argument."""
+        return name if name in self._keywords else flag(name)
 
     def shown(self, name: str) -> str:
-        """The setting as it would be written on a command line."""
-        return f"{flag(name)} {self[name]}"
+        """The setting as it was given."""
+        between = "=" if name in self._keywords else " "
+        return f"{self.called(name)}{between}{self[name]}"
 
     def needed(self, name: str, found: str, meaning: str) -> int:
         """A whole number that must be given; ``found`` is what makes it necessary."""
@@ -35,14 +50,14 @@ class Settings(dict[str, Any]):
 
     def integer(self, name: str, default: int, least: int | None = None, most: int = _MOST) -> int:
         """A whole number within bounds, or the default if it was not given."""
-        return checked_count(flag(name), self.get(name, default), least, most)
+        return checked_count(self.called(name), self.get(name, default), least, most)
 
     def seconds(self, name: str, default: float) -> float:
         """A time that is neither zero nor endless, or the default if it was not given."""
         value = self.get(name, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{flag(name)} is {value!r}; it must be seconds, more than 0.")
+            raise ValueError(f"{self.called(name)} is {value!r}; it must be seconds, more than 0.")
         return float(value)
 
     def refuse(self, why: str, *names: str, unless_single: bool = False) -> None:

@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchbearer_ddp.launch.bound_methods import warn_of_copy
+from torchbearer_ddp.launch.main_module import check_launch
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.rank import run_slurm_rank
 from torchbearer_ddp.launch.settings import checked_count
-from torchbearer_ddp.launch.supervisor import pickled_worker
+from torchbearer_ddp.launch.worker import Task, pack
 from torchbearer_ddp.log import logger
 
 if TYPE_CHECKING:
@@ -66,12 +68,14 @@ def submit_slurm(
         ValueError: If an argument makes no sense.
         LaunchError: If the job cannot be submitted; nothing is left behind.
     """
+    check_launch("submit_slurm")
+    warn_of_copy(worker_fn)
     task = (worker_fn, tuple(args), kwargs or {})
     given = {"nodes": nodes, "tasks_per_node": tasks_per_node, "folder": folder, **parameters}
     return _prepare(task, {**given, "max_requeues": max_requeues}).submit()
 
 
-def submit_and_follow(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
+def submit_and_follow(plan: Plan, task: Task) -> list[Any]:
     """Submits the worker for ``--launcher slurm``, shows its output and waits for the job.
 
     Raises:
@@ -93,7 +97,7 @@ def submit_and_follow(plan: Plan, task: tuple[Any, ...]) -> list[Any]:
     return job.follow()
 
 
-def _prepare(task: tuple[Any, ...], given: dict[str, Any]) -> Submission:
+def _prepare(task: Task, given: dict[str, Any]) -> Submission:
     """The submission of a worker; nothing is written yet."""
     from torchbearer_ddp.slurm.submit import Submission
 
@@ -104,6 +108,6 @@ def _prepare(task: tuple[Any, ...], given: dict[str, Any]) -> Submission:
         given[found] = checked_count(found, given.get(found, 1), 1)
     settings = {name: given.pop(name) for name in _LAUNCH_SETTINGS if name in given}
     folder = given.pop("folder", DEFAULT_FOLDER)
-    run = functools.partial(run_slurm_rank, settings, pickled_worker(task))
+    run = functools.partial(run_slurm_rank, settings, pack(task))
     name = getattr(task[0], "__name__", type(task[0]).__name__)
     return Submission(run, name, folder, given, requeues)

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.started_rank import StartedRank
+from torchbearer_ddp.launch.worker import Task, pack
 from torchbearer_ddp.log import logger
 
 _TICK_SECONDS = 0.05
@@ -61,7 +61,7 @@ class Supervisor:
     def _running(self) -> list[StartedRank]:
         return [rank for rank in self._ranks if rank not in self._ended]
 
-    def run(self, worker: tuple[Any, ...]) -> list[Any]:
+    def run(self, worker: Task) -> list[Any]:
         """Runs the worker (function, arguments, keyword arguments) on every rank.
 
         Raises:
@@ -69,7 +69,7 @@ class Supervisor:
             SystemExit: If a signal stopped the ranks.
         """
         with ExitStack() as stack:
-            task = stack.enter_context(_task_file(self._plan, pickled_worker(worker)))
+            task = stack.enter_context(_task_file(self._plan, pack(worker)))
             stack.enter_context(self._signals_forwarded())
             selector = stack.enter_context(selectors.DefaultSelector())
             for index in range(self._plan.member.local_world_size):
@@ -176,23 +176,12 @@ class Supervisor:
         raise SystemExit(128 + signum)
 
 
-def pickled_worker(worker: tuple[Any, ...]) -> bytes:
-    """The function, its arguments and keyword arguments, for another process."""
-    try:
-        return bytes(cloudpickle.dumps(worker))
-    except Exception as error:
-        name = getattr(worker[0], "__qualname__", repr(worker[0]))
-        raise LaunchError(
-            f"The worker {name} or its arguments cannot be sent to other processes "
-            f"({type(error).__name__}: {error}). Open files, locks and connections inside the "
-            "worker instead of handing them over."
-        ) from error
-
-
 @contextmanager
 def _task_file(plan: Plan, payload: bytes) -> Iterator[BinaryIO]:
     """What every rank reads: a file without a name, which is gone with the last process."""
-    head = {"path": sys.path, "argv": sys.argv, "plan": dataclasses.asdict(plan)}
+    # Python itself passes over entries of the path that are no strings.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    head = {"path": path, "argv": list(map(str, sys.argv)), "plan": dataclasses.asdict(plan)}
     with tempfile.TemporaryFile() as task:
         task.write(json.dumps(head).encode() + b"\n" + payload)
         task.flush()

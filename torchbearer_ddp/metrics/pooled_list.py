@@ -8,81 +8,39 @@ samples. Two details make the values equal to those of one process:
   are equal to the last bit. This includes means of batch values, as ``loss`` is in torchbearer.
 - In training one step of all ranks is one batch of N times the size. A value that is computed per
   batch is first averaged over the ranks of each step, weighted by batch size, and then over the
-  steps. (The loss of a criterion with ``reduction='sum'`` is summed over the ranks.)
+  steps. The loss is combined according to its kind (see :mod:`torchbearer_ddp.gradients.loss`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torchbearer
 from torchbearer import metrics
-from torchbearer.state import StateKey
 
 from torchbearer_ddp.data.batch import batch_size
-from torchbearer_ddp.data.loaders import Share, share_of
-from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.data.loaders import share_of
 from torchbearer_ddp.group import collectives, wire
-from torchbearer_ddp.metrics.pooling import Ledger, average, empty, in_order, pool
-
-#: torchbearer's decorators hide the class of the metric at the root.
-_LOSS = type(metrics.Loss().root)
-_SUMMED = (metrics.Mean, metrics.Var)
-#: These show each rank's own state, or a preview of the epoch so far.
-_NOT_POOLED = (
-    StateKey,
-    metrics.RunningMetric,
-    metrics.BatchLambda,
-    metrics.TimerMetric,
-    type(metrics.Epoch().metric),
-    type(metrics.LR().metric),
-)
-#: What an EpochLambda gathers.
-_GATHERED = ("_y_pred", "_y_true")
-#: A metric, and the attributes that it has while it computes its final value.
-_Pooled = tuple[Any, dict[str, Any]]
+from torchbearer_ddp.metrics import declared
+from torchbearer_ddp.metrics.combine import GATHERED, Pooled, check_equal, combined
+from torchbearer_ddp.metrics.leaves import Leaf, SortedLeaves, flat
+from torchbearer_ddp.metrics.pooling import Ledger, empty
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A metric that reports a value, somewhere in the tree of metrics.
+class LossRule:
+    """How the losses of the ranks' batches combine to the loss of one batch, by default a mean."""
 
-    Attributes:
-        arguments: The arguments of its ``process_final``, as a function of the state.
-        of_loss: True if its input is the loss of each batch.
-    """
+    def is_sum(self, state: Any) -> bool:
+        """True if the loss of a batch is the sum over its samples."""
+        return getattr(state.get(torchbearer.CRITERION), "reduction", "mean") == "sum"
 
-    metric: Any
-    arguments: Callable[[Any], tuple[Any, ...]]
-    of_loss: bool = False
-
-
-def leaves(
-    metric: Any,
-    arguments: Callable[[Any], tuple[Any, ...]] = lambda state: (state,),
-    of_loss: bool = False,
-) -> Iterator[Leaf]:
-    """The metrics in a tree that report values."""
-    if isinstance(metric, metrics.MetricList):
-        for each in metric.metric_list:
-            yield from leaves(each, arguments, of_loss)
-    elif isinstance(metric, metrics.MetricTree):
-
-        def of_child(state: Any) -> tuple[Any, ...]:
-            value = metric.root.process_final(*arguments(state))
-            return (next(iter(value.values())) if isinstance(value, dict) else value,)
-
-        for child in metric.children:
-            yield from leaves(child, of_child, isinstance(metric.root, _LOSS))
-    elif isinstance(metric, metrics.ToDict | metrics.DefaultAccuracy):
-        yield from leaves(metric.metric, arguments, of_loss)
-    else:
-        yield Leaf(metric, arguments, of_loss)
+    def weight(self, state: Any) -> float:
+        """What the loss of the current batch counts in a mean."""
+        return float(batch_size(state))
 
 
 class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
@@ -94,15 +52,27 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
 
     def __init__(self, metric_list: Any) -> None:
         super().__init__(metric_list)
+        self.loss_rule = LossRule()
         self._training = True
         self._warned: set[str] = set()
         self._begin_pass()
 
     @classmethod
-    def over(cls, metric_list: metrics.MetricList) -> PooledMetricList:
-        """A list of this kind with the same metrics."""
+    def over(
+        cls, metric_list: metrics.MetricList, previous: PooledMetricList | None = None
+    ) -> PooledMetricList:
+        """A list of this kind with the same metrics.
+
+        If it takes the place of another one in mid-pass, it continues with what that has recorded.
+        """
         pooled = cls([])
-        pooled.metric_list = metric_list.metric_list
+        pooled.metric_list = flat(metric_list)
+        if previous is None:
+            pooled._begin_pass()
+        else:
+            kept = ("loss_rule", "_training", "_warned", "_sizes", "_weights")
+            pooled.__dict__.update({name: getattr(previous, name) for name in kept})
+            pooled._find_leaves(previous)
         return pooled
 
     def train(self) -> None:
@@ -121,41 +91,66 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        found = list({id(leaf.metric): leaf for leaf in leaves(self)}.values())
-        self._summed = [leaf for leaf in found if isinstance(leaf.metric, _SUMMED)]
-        # A checkpoint in mid-epoch holds the ledgers, which it finds in this list.
-        self._ledgers = [Ledger() for _ in self._summed]
-        self._gathered = [leaf for leaf in found if isinstance(leaf.metric, metrics.EpochLambda)]
-        known = (*_SUMMED, metrics.EpochLambda, *_NOT_POOLED)
-        self._averaged = [
-            leaf
-            for leaf in found
-            if not isinstance(leaf.metric, known)
-            and type(leaf.metric).process_final is not metrics.Metric.process_final
-        ]
         self._sizes: list[int] = []
+        self._weights: list[float] = []
+        self._find_leaves(None)
+
+    def _find_leaves(self, previous: PooledMetricList | None) -> None:
+        """Sorts the metrics, and keeps what was recorded for those that were there before."""
+        ledgers, lengths = ({}, {}) if previous is None else previous._records()
+        self._seen = [id(metric) for metric in self.metric_list]
+        self._leaves = SortedLeaves.of(self)
+        # A checkpoint in mid-epoch holds these, which it finds in lists.
+        self._ledgers = [ledgers.get(id(leaf.metric)) or Ledger() for leaf in self._leaves.summed]
+        self._lengths: list[dict[str, list[int]]] = [
+            lengths.get(id(leaf.metric)) or {name: [] for name in names}
+            for leaf, names in self._with_rows()
+        ]
         self._exchanged = False
         #: None if no rank has final values to report.
-        self._pooled: list[_Pooled] | None = None
+        self._pooled: list[Pooled] | None = None
+
+    def _records(self) -> tuple[dict[int, Ledger], dict[int, dict[str, list[int]]]]:
+        summed = zip(self._leaves.summed, self._ledgers, strict=True)
+        rows = zip(self._with_rows(), self._lengths, strict=True)
+        return (
+            {id(leaf.metric): ledger for leaf, ledger in summed},
+            {id(leaf.metric): lengths for (leaf, _), lengths in rows},
+        )
+
+    def _with_rows(self) -> list[tuple[Leaf, Iterable[str]]]:
+        """The metrics that gather rows, with the attributes that hold them."""
+        declaring = [
+            (leaf, declared.gathered_names(leaf.metric)) for leaf in self._leaves.declaring
+        ]
+        return [*((leaf, GATHERED) for leaf in self._leaves.gathered), *declaring]
 
     @torch.no_grad()
     def process(self, *args: Any) -> Any:
         """Processes a batch, and records what it added to each sum."""
-        for leaf in self._summed:
+        if self._seen != [id(metric) for metric in self.metric_list]:  # one was added in mid-pass
+            self._find_leaves(self)
+        for leaf in self._leaves.summed:
             empty(leaf.metric)
         values = super().process(*args)
-        for leaf, ledger in zip(self._summed, self._ledgers, strict=True):
+        for leaf, ledger in zip(self._leaves.summed, self._ledgers, strict=True):
             ledger.take(leaf.metric)
+        for (leaf, _), lengths in zip(self._with_rows(), self._lengths, strict=True):
+            for name, recorded in lengths.items():
+                rows: Any = getattr(leaf.metric, name, None)
+                recorded.append(len(rows) if hasattr(rows, "__len__") else 0)
         self._sizes.append(batch_size(args[0]))
+        self._weights.append(self.loss_rule.weight(args[0]))
         self._exchanged = False
         return values
 
     @torch.no_grad()
     def process_final(self, *args: Any) -> Any:
         """The final values of all ranks together; collective."""
-        if not self._exchanged:
-            self._exchange(args[0], reports=True)
-        return self._values(args[0])
+        if self._exchanged:
+            return self._values(args[0])
+        self._exchange(args[0], reports=True)
+        return self._values_of_all(args[0])
 
     def finish(self, state: Any) -> dict[str, Any]:
         """Takes part in the exchange if torchbearer did not call :meth:`process_final`.
@@ -166,76 +161,53 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
         if self._exchanged:
             return {}
         self._exchange(state, reports=False)
-        return self._values(state)
+        return self._values_of_all(state)
 
     def _exchange(self, state: Any, *, reports: bool) -> None:
         self._exchanged, self._pooled = True, None
-        if not self.metric_list:
-            return
-        mine = {
-            "reports": reports and bool(self._sizes),
-            "sizes": torch.tensor(self._sizes, dtype=torch.int64),
-            "sums": [ledger.entry() for ledger in self._ledgers],
-            "rows": [[getattr(leaf.metric, n) for n in _GATHERED] for leaf in self._gathered],
-            "values": [self._own_value(leaf, state) for leaf in self._averaged],
-        }
-        everyone = collectives.all_gather(mine, "the metrics")
+        error: Exception | None = None
+        try:
+            mine = wire.encode(self._held(state, reports=reports))
+        except Exception as caught:  # raised after the exchange, so that no rank waits
+            error, mine = caught, None
+        found = collectives.all_gather((collectives.describe_error(error), mine), "the metrics")
+        if error is not None:
+            raise error
+        collectives.raise_first([described for described, _ in found])
+        everyone = [wire.decode(held) for _, held in found]
+        check_equal([each["titles"] for each in everyone])
         if not any(each["reports"] for each in everyone):
             return
-        if len({tuple(len(each[n]) for n in ("sums", "rows", "values")) for each in everyone}) > 1:
-            raise DesyncError(
-                "The ranks have different metrics, so they cannot be pooled. Give the Trial the "
-                "same metrics on every rank."
-            )
-        share = share_of(state.get(torchbearer.GENERATOR))
-        self._pooled = [
-            *self._pool_sums(everyone, state, share),
-            *self._pool_rows(everyone, state, share),
-            *self._average_values(everyone),
-        ]
+        pooled = combined(
+            self._leaves,
+            everyone,
+            training=self._training,
+            share=share_of(state.get(torchbearer.GENERATOR)),
+            device=state.get(torchbearer.DEVICE, "cpu"),
+        )
+        self._pooled = list(pooled)
+        averaged = {id(metric) for metric, held in self._pooled if "process_final" in held}
+        for leaf in self._leaves.averaged:
+            if id(leaf.metric) in averaged:
+                self._warn(leaf)
 
-    def _pool_sums(
-        self, everyone: list[dict[str, Any]], state: Any, share: Share | None
-    ) -> Iterator[_Pooled]:
-        by_step = self._training or (share is not None and not share.whole_batches)
-        summed = getattr(state.get(torchbearer.CRITERION), "reduction", "mean") == "sum"
-        for index, leaf in enumerate(self._summed):
-            attributes = pool(
-                [each["sums"][index] for each in everyone],
-                [each["sizes"] for each in everyone],
-                by_step=by_step,
-                of_loss=leaf.of_loss,
-                summed=summed,
-            )
-            if attributes is not None:
-                yield leaf.metric, attributes
-
-    def _pool_rows(
-        self, everyone: list[dict[str, Any]], state: Any, share: Share | None
-    ) -> Iterator[_Pooled]:
-        block = share.block if share is not None and share.block is not None else 1
-        for index, leaf in enumerate(self._gathered):
-            pooled = {}
-            for place, name in enumerate(_GATHERED):
-                rows = in_order([each["rows"][index][place] for each in everyone], block)
-                pooled[name] = rows if rows is None else rows.to(state[torchbearer.DEVICE])
-            yield leaf.metric, pooled
-
-    def _average_values(self, everyone: list[dict[str, Any]]) -> Iterator[_Pooled]:
-        for index, leaf in enumerate(self._averaged):
-            value = average([each["values"][index] for each in everyone])
-            if value is None:
-                continue
-            name = leaf.metric.name
-            if collectives.is_rank_zero() and name not in self._warned:
-                warnings.warn(
-                    f"The metric {name} ({type(leaf.metric).__name__}) cannot be pooled, so its "
-                    "value is the average of the ranks' values, which can differ from the value on "
-                    "all of the data. Build it on torchbearer's mean, var, std or EpochLambda.",
-                    stacklevel=2,
-                )
-            self._warned.add(name)
-            yield leaf.metric, {"process_final": lambda *_, value=value: value}
+    def _held(self, state: Any, *, reports: bool) -> dict[str, Any]:
+        """What this rank contributes to the final values."""
+        found = self._leaves
+        return {
+            "titles": found.titles(),
+            "reports": reports and bool(self._sizes),
+            "sizes": torch.tensor(self._sizes, dtype=torch.int64),
+            "weights": torch.tensor(self._weights, dtype=torch.float64),
+            "loss is a sum": self.loss_rule.is_sum(state),
+            "sums": [ledger.entry() for ledger in self._ledgers],
+            "lengths": self._lengths,
+            "rows": [
+                *({n: getattr(each.metric, n) for n in GATHERED} for each in found.gathered),
+                *(declared.held_values(each.metric) for each in found.declaring),
+            ],
+            "values": [self._own_value(leaf, state) for leaf in found.averaged],
+        }
 
     def _own_value(self, leaf: Leaf, state: Any) -> Any:
         """This rank's final value of a metric that cannot be pooled, if it can be sent."""
@@ -250,13 +222,29 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
             return None
         return value
 
+    def _warn(self, leaf: Leaf) -> None:
+        """Says once that a metric is averaged."""
+        if collectives.is_rank_zero() and leaf.metric.name not in self._warned:
+            warnings.warn(
+                f"The metric {leaf.title} cannot be pooled, so its value is the average of the "
+                "ranks' values, which can differ from the value on all of the data. Build it on "
+                "torchbearer's mean, var, std or EpochLambda, or declare what it holds: "
+                "pooling = {'attribute': 'sum' or 'gather'}.",
+                stacklevel=2,
+            )
+        self._warned.add(leaf.metric.name)
+
+    def _values_of_all(self, state: Any) -> dict[str, Any]:
+        """The final values, on every rank or on none."""
+        if self._pooled is None:
+            return {}
+        return collectives.run_together(lambda: self._values(state), "the final metrics")
+
     def _values(self, state: Any) -> dict[str, Any]:
         """The final values, computed while the metrics hold what all ranks have seen."""
         values: dict[str, Any] = {}
-        if self._pooled is None:
-            return values
-        with _holding(self._pooled):
-            for metric in self.metric_list:
+        with _holding(self._pooled or ()):
+            for metric in self.metric_list if self._pooled is not None else ():
                 try:
                     values.update(metric.process_final(state) or {})
                 except KeyError:
@@ -267,7 +255,7 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _holding(pooled: Iterable[_Pooled]) -> Iterator[None]:
+def _holding(pooled: Iterable[Pooled]) -> Iterator[None]:
     """Gives metrics their pooled attributes, and later the previous ones back."""
     with contextlib.ExitStack() as stack:
         for metric, attributes in pooled:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torchbearer.metrics import Var
 
 from torchbearer_ddp.data.sampling import interleave, positions
 
+_Rows = TypeVar("_Rows", torch.Tensor, list[Any])
 #: The attributes in which metrics sum values and their squares.
 _SUMS = ("_sum", "_sum_sq")
 #: How many values are kept one by one before they are stacked.
@@ -74,16 +75,16 @@ def pool(
 ) -> dict[str, Any] | None:
     """The attributes that a metric would have if one process had seen the data of all ranks.
 
-    With ``by_step`` the ranks' batches of one step are parts of one batch. Otherwise each is a
-    batch of one process, and sums are added in the order and precision of that process. ``summed``
-    means that the loss of a batch is the sum over its samples.
+    With ``by_step`` the ranks' batches of one step are parts of one batch, which count by their
+    ``sizes``. Otherwise each is a batch of one process, and sums are added in the order and
+    precision of that process. ``summed`` means that the value of a batch is a sum over its samples.
     """
     filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
     if not filled:
         return None
     dtypes = {name: filled[0][0][name].dtype for name in _SUMS if name in filled[0][0]}
     if by_step and _is_per_batch(filled, of_loss):
-        values = _step_values(filled, summed=summed and of_loss)
+        values = _step_values(filled, summed=summed)
         powers = {"_sum": values, "_sum_sq": values.square()}
         pooled = {name: _total(powers[name], dtype) for name, dtype in dtypes.items()}
         return {**pooled, "_count": float(len(values))}
@@ -116,20 +117,55 @@ def _step_values(
     total = torch.zeros(steps, *shape, dtype=torch.float64)
     weight = torch.zeros(steps, *(1 for _ in shape), dtype=torch.float64)
     for entry, sizes in filled:
-        part = torch.ones_like(sizes) if summed else sizes
+        # A metric that was added in mid-pass has not seen the first batches.
+        part = sizes[len(sizes) - len(entry["_sum"]) :]
+        part = torch.ones_like(part) if summed else part
         part = part.double().view(-1, *(1 for _ in shape))
-        total[: len(part)] += entry["_sum"] * part
+        # A part that does not count may have no value: a loss whose targets are all ignored is NaN.
+        total[: len(part)] += torch.where(part > 0, entry["_sum"] * part, 0.0)
         weight[: len(part)] += part
     return total if summed else total / weight
 
 
 def in_order(parts: Sequence[torch.Tensor | None], block: int) -> torch.Tensor | None:
     """The rows of all ranks (None for a rank without any) in their order before sharding."""
-    present = [(rank, part) for rank, part in enumerate(parts) if part is not None]
+    places = [
+        positions(0 if part is None else len(part), rank, len(parts), block)
+        for rank, part in enumerate(parts)
+    ]
+    return joined(parts, places)
+
+
+def joined(parts: Sequence[_Rows | None], places: Sequence[torch.Tensor]) -> _Rows | None:
+    """The rows (or items of lists) of all ranks, sorted by their places."""
+    present = [part for part in parts if part is not None and len(part)]
     if not present:
-        return None
-    places = [positions(len(part), rank, len(parts), block) for rank, part in present]
-    return torch.cat([part for _, part in present])[torch.argsort(torch.cat(places))]
+        return next((part for part in parts if part is not None), None)
+    order = torch.argsort(torch.cat(list(places)), stable=True)
+    if isinstance(present[0], list):
+        everything = [item for part in present for item in part]
+        return [everything[index] for index in order.tolist()]
+    return torch.cat(present)[order]
+
+
+def places_of_batches(
+    counts: Sequence[Sequence[int]], sizes: Sequence[torch.Tensor], *, dealt: bool
+) -> list[torch.Tensor]:
+    """Where the rows of each rank's batches are in the order of one process.
+
+    ``counts`` are the rows of each batch. The ranks' batches of a step follow each other, or if
+    samples were ``dealt`` one by one, the samples of the ranks alternate.
+    """
+    widest = max((count for rank in counts for count in rank), default=0) + 1
+    places = []
+    for rank, (mine, samples) in enumerate(zip(counts, sizes, strict=True)):
+        rows = torch.tensor(mine, dtype=torch.int64)
+        per_sample = rows // samples[len(samples) - len(rows) :].clamp(min=1).long()
+        batch = torch.repeat_interleave(torch.arange(len(rows)), rows)
+        row = torch.arange(len(batch)) - (rows.cumsum(0) - rows)[batch]
+        sample = row // per_sample.clamp(min=1)[batch] if dealt else torch.zeros_like(row)
+        places.append(((batch * widest + sample) * len(counts) + rank) * widest + row)
+    return places
 
 
 def average(values: Sequence[Any]) -> Any:

@@ -1,0 +1,614 @@
+"""Everything that a run trains is averaged, wherever it is and whoever steps."""
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+import torchbearer
+from torch import nn
+from torchbearer import Trial
+from torchbearer.bases import base_closure
+from torchbearer.callbacks import Callback, on_step_training
+
+from tests import proc
+from tests.callbacks.test_gradients import (
+    Chosen,
+    assert_replicas_equal,
+    on_every_transport,
+    on_two_ranks,
+    sync,
+)
+from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
+from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.group import collectives
+
+STEPS, SIZE = 4, 3
+
+
+def batches(rank, sizes=None):
+    """The batches of a rank: by default as many samples in each."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    return [
+        (torch.randn(n, 6, generator=generator), torch.randn(n, 2, generator=generator))
+        for n in sizes or [SIZE] * STEPS
+    ]
+
+
+def joined(sizes=None):
+    """The batches of one process: at each step those of all ranks together."""
+    world = collectives.world_size()
+    per_rank = [batches(rank, sizes[rank] if sizes else None) for rank in range(world)]
+    return [tuple(map(torch.cat, zip(*step, strict=True))) for step in zip(*per_rank, strict=True)]
+
+
+def net(seed=0, widths=(6, 5, 2)):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+    return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))[:-1]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def run(model, callbacks, data, *, optimizer=None, criterion=nn.functional.mse_loss, **more):
+    """Trains a Trial on batches; the callbacks are those of one process or of N ranks."""
+    trial = Trial(model, optimizer or sgd(model), criterion, callbacks=callbacks, verbose=0)
+    for key, value in more.get("state", {}).items():
+        trial.state[key] = value
+    if "closure" in more:
+        trial.with_closure(more["closure"])
+    trial.with_train_generator(data).run(more.get("epochs", 1))
+    return trial
+
+
+def mine(sizes=None):
+    return batches(collectives.rank(), sizes[collectives.rank()] if sizes else None)
+
+
+def assert_close(ours, one, tolerance=1e-5):
+    for (name, a), b in zip(ours.named_parameters(), one.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance / 10), name
+    assert_replicas_equal(ours)
+
+
+DISC, DISC_OPT, DISC_LOSS, DISC_PRED = map(
+    torchbearer.state_key, ("disc", "disc_opt", "disc_loss", "disc_pred")
+)
+FAKE = torchbearer.state_key("fake")
+
+
+def adversaries(freeze=False):
+    """A generator and a discriminator, and the closure of one step of each."""
+    generator, discriminator = net(1), net(2, (2, 4, 1))
+
+    def fake_loss(state):
+        made = state[torchbearer.Y_PRED]
+        return nn.functional.softplus(-state[DISC](made)).mean()
+
+    def real_or_fake(state):
+        with torch.no_grad():
+            made = state[torchbearer.MODEL](state[torchbearer.X])
+        real = nn.functional.softplus(-state[DISC](state[torchbearer.Y_TRUE])).mean()
+        return real + nn.functional.softplus(state[DISC](made)).mean()
+
+    key = torchbearer.state_key("disc_criterion")
+    one = base_closure(
+        torchbearer.Y_TRUE, DISC, DISC_PRED, torchbearer.Y_TRUE, key, DISC_LOSS, DISC_OPT
+    )
+    other = base_closure(
+        *(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, torchbearer.Y_TRUE),
+        *(torchbearer.CRITERION, torchbearer.LOSS, torchbearer.OPTIMIZER),
+    )
+
+    def closure(state):
+        one(state)
+        state[DISC_OPT].step()
+        if freeze:
+            discriminator.requires_grad_(False)
+        other(state)
+        if freeze:
+            discriminator.requires_grad_(True)
+
+    state = {DISC: discriminator, DISC_OPT: torch.optim.Adam(discriminator.parameters(), 0.01)}
+    state[key] = real_or_fake
+    return generator, discriminator, fake_loss, {"closure": closure, "state": state}
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_two_optimizers_with_a_closure_each(freeze, transport_ranks):
+    @on_every_transport
+    def body():
+        g, d, loss, more = adversaries(freeze)
+        run(g, sync(), mine(), criterion=loss, epochs=2, **more)
+        one_g, one_d, one_loss, one_more = adversaries(freeze)
+        run(one_g, [], joined(), criterion=one_loss, epochs=2, **one_more)
+        assert_close(g, one_g)
+        assert_close(d, one_d)
+
+    body(transport_ranks)
+
+
+class Probe(Callback):
+    """Trains a layer of its own on what the model gives, with an optimizer of its own."""
+
+    def __init__(self, keep=True):
+        self._layer = [net(3, (2, 1))]
+        optimizer = torch.optim.Adam(self._layer[0].parameters(), 0.05)
+        self.optimizers = {"probe": optimizer} if keep else {}
+        self.step = optimizer.step if keep else lambda: optimizer.step()
+        self.zero = lambda: optimizer.zero_grad()
+        if not keep:
+            layer = self._layer.pop()
+            self.layer = lambda: layer
+        else:
+            self.layer = lambda: self._layer[0]
+
+    def on_step_training(self, state):
+        predicted = self.layer()(state[torchbearer.Y_PRED].detach())
+        self.zero()
+        nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE][:, :1]).backward()
+        self.step()
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_callback_that_trains_a_layer_of_its_own(found, transport_ranks):
+    @on_every_transport
+    def body():
+        model, probe = net(), Probe(found)
+        run(model, [*sync(), probe], mine(), epochs=2)
+        one, one_probe = net(), Probe(found)
+        run(one, [one_probe], joined(), epochs=2)
+        assert_close(model, one)
+        assert_close(probe.layer(), one_probe.layer())
+
+    body(transport_ranks)
+
+
+@on_two_ranks
+def test_a_step_that_only_some_ranks_take_is_named():
+    class Sometimes(Probe):
+        def on_step_training(self, state):
+            if collectives.rank() == 0 or state[torchbearer.BATCH] != 1:
+                super().on_step_training(state)
+
+    with pytest.raises(DesyncError, match=r"rank 0 before the step of callbacks\[2\].*in batch 1"):
+        run(net(), [*sync(), Sometimes()], mine())
+
+
+@on_two_ranks
+def test_what_rank_zero_or_skip_leaves_alone():
+    alone = Probe()
+    run(net(), [*sync(), RankZeroOnly(alone)], mine())
+    moved = not torch.equal(alone.layer()[0].weight, Probe().layer()[0].weight)
+    assert moved == collectives.is_rank_zero()
+    own = Probe()
+    run(net(), [*sync(skip=[own.layer()]), own], mine())
+    everyone = collectives.all_gather(own.layer()[0].weight.detach(), "own layers")
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+def summed(predicted, target):
+    return ((predicted - target) ** 2).sum() / 4
+
+
+@on_every_transport
+def test_a_loss_that_sums():
+    model, one = net(), net()
+    run(model, sync(), mine(), criterion=summed, epochs=2)
+    run(one, [], joined(), criterion=summed, epochs=2)
+    assert_close(model, one)
+
+
+@on_two_ranks
+def test_sums_on_top_of_sums_are_refused_when_they_are_used():
+    def closure(state):
+        if state[torchbearer.BATCH] % 2 == 0:
+            state[torchbearer.OPTIMIZER].zero_grad()
+        predicted = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = summed(predicted, state[torchbearer.Y_TRUE])
+        state[torchbearer.LOSS].backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    with pytest.raises(DesyncError, match="The loss is a sum, and SGD is about to step"):
+        run(net(), sync(loss="sum"), mine(), closure=closure)
+    with pytest.raises(ValueError, match="loss is 'median'"):
+        SyncGradients(loss="median")
+    mean = net()
+    run(mean, sync(loss="mean"), mine(), closure=closure)  # an average of averages is one
+    assert_replicas_equal(mean)
+
+
+UNEVEN = [[5, 3, 4, 1], [3, 3, 1, 4], [1, 6, 2, 2], [3, 1, 2, 5]]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_batches_of_different_sizes_count_by_their_samples(accumulate, transport_ranks):
+    @on_every_transport
+    def body():
+        world = collectives.world_size()
+        model, one = net(), net()
+        run(model, sync(accumulate=accumulate), mine(UNEVEN), epochs=2)
+        data = joined(UNEVEN[:world])
+        merged = [
+            tuple(map(torch.cat, zip(*data[begin : begin + accumulate], strict=True)))
+            for begin in range(0, len(data), accumulate)
+        ]
+        run(one, [], merged, epochs=2)
+        assert_close(model, one)
+
+    body(transport_ranks)
+
+
+@on_every_transport
+def test_equal_weights_on_request():
+    world = collectives.world_size()
+    model, one = net(), net()
+    run(model, sync(weighted=False), mine(UNEVEN))
+
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        parts = [batches(r, UNEVEN[r])[state[torchbearer.BATCH]] for r in range(world)]
+        sum(nn.functional.mse_loss(one(x), y) / world for x, y in parts).backward()
+
+    run(one, [], joined(UNEVEN[:world]), closure=closure)
+    assert_close(model, one)
+
+
+@on_every_transport
+def test_padded_targets_count_by_their_tokens():
+    def padded(rank):
+        generator = torch.Generator().manual_seed(rank)
+        found = []
+        for step in range(3):
+            x = torch.randn(4, 6, generator=generator)
+            y = torch.randint(0, 2, (4,), generator=generator)
+            y[: (rank * 2 + step) % 4] = -100
+            if rank == 1 and step == 2:
+                y[:] = -100  # nothing to learn: its own mean is no number
+            found.append((x, y))
+        return found
+
+    world = [padded(rank) for rank in range(collectives.world_size())]
+    together = [tuple(map(torch.cat, zip(*s, strict=True))) for s in zip(*world, strict=True)]
+    model, one = net(), net()
+    run(model, sync(), world[collectives.rank()], criterion=nn.CrossEntropyLoss())
+    run(one, [], together, criterion=nn.CrossEntropyLoss())
+    assert_close(model, one)
+
+
+@on_every_transport
+def test_half_precision_stays_in_range():
+    for options in ({}, {"compress": "fp16"}):
+        model = nn.Linear(6, 2, bias=False).half()
+        seen = []
+
+        @on_step_training
+        def look(state, seen=seen, model=model):
+            seen.append(model.weight.grad.clone())
+
+        x = torch.ones(256 - collectives.rank(), 6).half()
+        data = [(x, torch.zeros(len(x), 2).half())]
+        trial = Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.0),
+            lambda p, _: 300 * p.mean() * 2,
+            callbacks=[*sync(**options), look],
+            verbose=0,
+        ).to(torch.float16)
+        trial.with_train_generator(data).run(1)
+        assert torch.allclose(seen[0].float(), torch.full((2, 6), 300.0), rtol=2e-3)
+
+
+@on_every_transport
+def test_a_frozen_layer_that_holds_a_gradient():
+    def closure_for(model):
+        def closure(state):
+            state[torchbearer.OPTIMIZER].zero_grad()
+            predicted = model(state[torchbearer.X])
+            nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE]).backward()
+            model[0].requires_grad_(False)
+            model(state[torchbearer.X]).square().mean().backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+            model[0].requires_grad_(True)
+
+        return closure
+
+    model, one = net(), net()
+    run(model, sync(loss="mean"), mine(), closure=closure_for(model))
+    run(one, [], joined(), closure=closure_for(one))
+    assert_close(model, one)
+
+
+CONVERSIONS = {
+    "half and back": lambda m: m.half().float(),
+    "double": lambda m: m.double().float(),
+    "shared": lambda m: m.share_memory(),
+    "copied": lambda m: m.load_state_dict(copy.deepcopy(m.state_dict())),
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_averaging_goes_on_after_a_conversion(conversion, transport_ranks):
+    convert = CONVERSIONS[conversion]
+
+    @on_every_transport
+    def body():
+        @on_step_training
+        def change(state):
+            if state[torchbearer.BATCH] == 1:
+                convert(state[torchbearer.MODEL])
+
+        model, one = net(), net()
+        run(model, [*sync(), change], mine(), epochs=2)
+        run(one, [change], joined(), epochs=2)
+        assert_close(model, one, tolerance=1e-3 if "half" in conversion else 1e-5)
+
+    body(transport_ranks)
+
+
+@on_two_ranks
+def test_a_layer_added_in_mid_epoch():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([net(4, (6, 2))])
+
+        def forward(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    @on_step_training
+    def grow(state):
+        if state[torchbearer.BATCH] == 1:
+            layer = net(5, (6, 2))
+            state[torchbearer.MODEL].layers.append(layer)
+            state[torchbearer.OPTIMIZER].add_param_group({"params": list(layer.parameters())})
+
+    model, one = Growing(), Growing()
+    run(model, [*sync(), grow], mine(), optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    run(one, [grow], joined(), optimizer=torch.optim.SGD(one.parameters(), 0.1))
+    assert_close(model, one)
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, tied to a dense layer or not."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(12, 2))
+        self.tied = tied
+
+    def forward(self, x):
+        indices = (x[:, :2] * 100).long().abs() % 12
+        found = nn.functional.embedding(indices, self.table, sparse=True).sum(1)
+        return found @ (self.table.t() @ self.table) / 20 if self.tied else found
+
+
+@on_every_transport
+def test_the_optimizer_sees_the_layout_of_one_process():
+    for tied in (False, True):
+        layouts = []
+
+        @on_step_training
+        def look(state, layouts=layouts):
+            layouts.append(state[torchbearer.MODEL].table.grad.is_sparse)
+
+        model, one = Words(tied), Words(tied)
+        plain = [torch.optim.SGD(each.parameters(), 0.01) for each in (model, one)]
+        run(model, [*sync(), look], mine(UNEVEN), optimizer=plain[0])
+        run(one, [look], joined(UNEVEN[: collectives.world_size()]), optimizer=plain[1])
+        assert layouts == [not tied] * 8
+        assert_close(model, one)
+
+
+@on_two_ranks
+def test_a_learned_loss_beside_a_model_in_ddp():
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, predicted, target):
+            return ((predicted * self.scale - target) ** 2).mean()
+
+    def trained(wrap, callbacks, data):
+        inner, loss = net(), Learned()
+        model = nn.parallel.DistributedDataParallel(inner) if wrap else inner
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+        run(model, callbacks, data, optimizer=optimizer, criterion=loss)
+        return inner, loss
+
+    ours, one = trained(True, sync(), mine()), trained(False, [], joined())
+    assert_close(ours[0], one[0])
+    assert_close(ours[1], one[1])
+
+
+@on_two_ranks
+def test_lbfgs_decides_on_the_loss_of_all_samples():
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        predicted = state[torchbearer.MODEL](state[torchbearer.X].double())
+        target = state[torchbearer.Y_TRUE].double()
+        state[torchbearer.LOSS] = nn.functional.mse_loss(predicted, target)
+        state[torchbearer.LOSS].backward()
+        if state[torchbearer.BATCH] % 2:  # with and without
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+        return state[torchbearer.LOSS]
+
+    def solved(callbacks, data):
+        model = net().double()
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=0.5, line_search_fn="strong_wolfe", max_iter=5
+        )
+        run(model, callbacks, data, optimizer=optimizer, closure=closure)
+        return model
+
+    assert_close(solved(sync(), mine(UNEVEN)), solved([], joined(UNEVEN[:2])), tolerance=1e-3)
+    with pytest.raises(ValueError, match="accumulate does not work with LBFGS"):
+        solved(sync(accumulate=2), mine())
+
+
+class Broken(ValueError):
+    """Ends a run."""
+
+
+@pytest.mark.parametrize("moment", ["stop", "exception in a callback", "exception in backward"])
+def test_a_run_starts_clean_whatever_ended_the_one_before(moment, transport_ranks):
+    @on_every_transport
+    def body():
+        model = net()
+        ends, backwards = [moment != "exception in backward"], itertools.count(1)
+
+        @on_step_training
+        def end(state):
+            if state[torchbearer.BATCH] == 0 and ends[0]:
+                if moment != "stop":
+                    raise Broken
+                state[torchbearer.STOP_TRAINING] = True
+
+        def fail(gradient):
+            if moment == "exception in backward" and next(backwards) == 2:
+                raise Broken
+            return gradient
+
+        hook = model[0].weight.register_hook(fail)
+        trial = Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            nn.functional.mse_loss,
+            callbacks=[*sync(accumulate=3), end],
+            verbose=0,
+        )
+        trial.with_train_generator(mine())
+        with contextlib.suppress(Broken):
+            trial.run(1)
+        ends[0] = False
+        one = copy.deepcopy(model)
+        trial.state[torchbearer.HISTORY].clear()
+        trial.run(1)
+        hook.remove()
+        data = joined()
+        first = tuple(map(torch.cat, zip(*data[:3], strict=True)))
+        run(one, [], [first, *data[3:]], optimizer=torch.optim.SGD(one.parameters(), 0.1))
+        assert_close(model, one)
+
+    body(transport_ranks)
+
+
+@on_every_transport
+def test_a_batch_that_every_rank_skips():
+    def closure_for(fails):
+        def closure(state):
+            state[torchbearer.OPTIMIZER].zero_grad()
+            predicted = state[torchbearer.MODEL](state[torchbearer.X])
+            loss = nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE])
+            state[torchbearer.LOSS] = loss
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+            if state[torchbearer.BATCH] == 2 and fails:
+                handle = state[torchbearer.MODEL][0].weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                handle.remove()
+                state[torchbearer.OPTIMIZER].zero_grad()
+                return
+            loss.backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+        return closure
+
+    model, one = net(), net()
+    run(model, sync(loss="mean"), mine(), closure=closure_for(True), epochs=2)
+    run(one, [], joined(), closure=closure_for(True), epochs=2)
+    assert_close(model, one)
+
+
+@on_every_transport
+def test_a_batch_that_one_rank_skips():
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        if state[torchbearer.BATCH] == 2 and collectives.rank() == 1:
+            return
+        predicted = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE])
+        state[torchbearer.LOSS].backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    model, one = net(), net()
+    run(model, sync(loss="mean"), mine(), closure=closure)
+    data = joined()
+    data[2] = tuple(torch.cat([each[:SIZE], each[2 * SIZE :]]) for each in data[2])
+    run(one, [], data)
+    assert_close(model, one)
+
+
+@on_every_transport
+def test_a_backward_pass_that_fails_on_one_rank_alone():
+    def fail(_):
+        raise ZeroDivisionError
+
+    def closure(state):
+        model, last = state[torchbearer.MODEL], state[torchbearer.BATCH] == 2
+        state[torchbearer.OPTIMIZER].zero_grad()
+        predicted = model(state[torchbearer.X])
+        state[torchbearer.LOSS] = nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE])
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        handle = model[0].weight.register_hook(
+            fail if last and collectives.rank() == 1 else torch.clone
+        )
+        try:
+            state[torchbearer.LOSS].backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+        except ZeroDivisionError:
+            state[torchbearer.OPTIMIZER].zero_grad()
+        handle.remove()
+
+    transport = Chosen.options["transport"]
+    if transport == "shm":  # nothing was sent before
+        run(net(), sync(loss="mean"), mine(), closure=closure)
+        return
+    with pytest.raises(DesyncError, match="The backward pass of rank 1 failed"):
+        run(net(widths=(6, 8, 8, 2)), sync(loss="mean"), mine(), closure=closure)
+
+
+@on_every_transport
+def test_thousands_of_changes_of_requires_grad_leak_nothing():
+    model, counts = net(), []
+
+    @on_step_training
+    def toggle(state):
+        model[0].requires_grad_(not model[0].weight.requires_grad)
+        counts.append((proc.count_descriptors(), proc.count_threads()))
+
+    run(model, [*sync(), toggle], mine() * 50, epochs=2)
+    assert counts[20] == counts[-1]
+    assert_replicas_equal(model)
+
+
+@on_two_ranks
+def test_random_numbers_are_common_outside_of_runs():
+    def drawn():
+        numbers = collectives.all_gather(torch.rand(2), "random numbers")
+        return torch.equal(numbers[0], numbers[1])
+
+    inside = []
+
+    @on_step_training
+    def draw(state):
+        inside.append(torch.rand(1))
+        if fails and state[torchbearer.BATCH] == 1:
+            raise KeyboardInterrupt
+
+    fails = False
+    assert drawn()
+    run(net(), [*sync(), draw], mine())
+    assert drawn()
+    fails = True
+    with pytest.raises(KeyboardInterrupt):
+        run(net(), [*sync(), draw], mine())
+    assert drawn()
+    everyone = collectives.all_gather(torch.cat(inside), "numbers of the runs")
+    assert not (everyone[0] == everyone[1]).any()

@@ -1,0 +1,87 @@
+"""A Trial under torchrun or srun joins by itself: no run_distributed, and nothing else changes."""
+
+import contextlib
+import re
+
+import pytest
+
+from tests.launch.test_launchers import slurm_step
+from tests.processes import Program, free_port
+
+pytestmark = pytest.mark.concurrent
+
+
+def torchrun(rank, port):
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@contextlib.contextmanager
+def two_ranks(what, environment=torchrun):
+    port = str(free_port())
+    with (
+        Program("two_lines.py", what, "4", environment=environment(0, port)) as zero,
+        Program("two_lines.py", what, "4", environment=environment(1, port)) as one,
+    ):
+        yield zero, one
+
+
+@pytest.mark.parametrize("environment", [torchrun, slurm_step])
+def test_two_ranks_train_as_one_process_with_their_batches_together(environment):
+    with (
+        two_ranks("train", environment) as (zero, one),
+        Program("two_lines.py", "train", "8") as alone,
+    ):
+        assert [p.code() for p in (zero, one, alone)] == [0, 0, 0], zero.text() + one.text()
+        assert zero.output == one.output == alone.output
+        assert zero.text().count("2 ranks") == 2  # on which hosts, and the transport
+        assert one.said() == alone.said() == ""
+
+
+def test_ranks_that_drew_other_numbers_continue_alike_with_a_warning():
+    with two_ranks("unseeded") as (zero, one):
+        assert [p.code() for p in (zero, one)] == [0, 0], zero.text() + one.text()
+        assert zero.output == one.output
+        assert "each rank has drawn other random numbers so far (torch): a random" in zero.text()
+        assert one.said() == ""
+
+
+def test_an_error_ends_all_ranks_with_its_cause():
+    with two_ranks("raise") as (zero, one):
+        assert [p.code(20) for p in (zero, one)] == [1, 1], zero.text() + one.text()
+        assert one.said().startswith("torchbearer_ddp: Rank 1 on ")
+        assert "raised KeyError: 'a missing column'\nTraceback" in one.said()
+        assert re.search(r"Rank 1 on .* raised KeyError.*\(Rank 0 stopped because", zero.said())
+        assert "Traceback" not in zero.said()
+
+
+def test_an_exit_code_stays_and_the_others_end():
+    with two_ranks("exit") as (zero, one):
+        assert [p.code(20) for p in (zero, one)] == [1, 3], zero.text() + one.text()
+
+
+def test_a_signal_stops_all_ranks_at_one_step():
+    with two_ranks("signal") as (zero, one):
+        assert [p.code(20) for p in (zero, one)] == [143, 143], zero.text() + one.text()
+        assert zero.output == one.output != []
+
+
+def test_run_distributed_in_such_a_script_runs_the_worker_on_its_rank():
+    with two_ranks("launch") as (zero, one):
+        assert [p.code() for p in (zero, one)] == [0, 0], zero.text() + one.text()
+        assert (zero.output[0], one.output[0]) == ("[(0, 2)]\n", "[(1, 2)]\n")
+        ignored = "this script is rank 0 of 2, started by torchrun; run_distributed ignores --nproc"
+        assert ignored in zero.text()
+
+
+def test_a_step_of_one_task_stays_alone_and_says_how_to_start_more():
+    single = {**slurm_step(0, "77"), "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    with Program("two_lines.py", "train", "8", environment=single) as program:
+        assert program.code() == 0, program.text()
+        assert "1 process (from the Slurm step of job 77; 'srun --ntasks N" in program.text()
+
+
+def test_half_an_environment_is_refused():
+    with Program("two_lines.py", "train", "8", environment={"RANK": "0"}) as program:
+        assert program.code() == 2
+        (line,) = program.errors
+        assert line.startswith("torchbearer_ddp: The environment has RANK=0 but not WORLD_SIZE")

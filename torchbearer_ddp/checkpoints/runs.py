@@ -1,0 +1,165 @@
+"""The calls of ``run()`` in a script: where a restarted script continues, and what was over.
+
+A script that is started again makes all of its calls again. Those that had ended when the newest
+checkpoint was saved train nothing: each is given the state at its own end, so that what the script
+does next (evaluate, change a learning rate) finds what it found then. The call during which the
+checkpoint was saved continues from it; later calls go on with what the trial has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torchbearer
+from torchbearer.callbacks import EarlyStopping
+
+from torchbearer_ddp.checkpoints import contents, generators
+from torchbearer_ddp.checkpoints.folder import Folder
+from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
+from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group import collectives
+from torchbearer_ddp.log import announce
+
+_A_CALLBACK = "a callback"
+
+
+class Runs:
+    """The calls of ``run()`` of one trial, in this process.
+
+    Args:
+        folder: The checkpoints; only rank zero reads it.
+
+    Attributes:
+        log: For each call: the epochs it asked for, and the epochs and steps done at its end (of
+            the call in progress: at its start).
+        started: The generators at the start of the call, before any callback drew from them.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self.log: list[list[int]] = []
+        self.started: dict[str, Any] = {}
+        #: The newest checkpoint, until the call has come that continues from it.
+        self._pending: Resume | None = None
+        #: What the call in progress continues from, until it is where the checkpoint was saved.
+        self._current: Resume | None = None
+
+    def found(self, path: str, payload: dict[str, Any]) -> None:
+        """Takes the newest checkpoint, at the first call."""
+        self._pending = Resume(path, payload)
+
+    def begin(self, state: Any, global_step: int) -> int:
+        """Begins a call, and returns the number of steps done: in this process, or before it."""
+        self._current = None
+        self.log.append([int(state[torchbearer.MAX_EPOCHS]), _epochs(state), global_step])
+        if (pending := self._pending) is not None:
+            ended = pending.ended_run(len(self.log), self.log[-1][0])
+            if ended is None:
+                self._continue(state, pending)
+            else:
+                self._pass_over(state, pending, ended)
+            global_step = (self._current or pending).global_step
+        self.started = generators.collect(state)
+        return global_step
+
+    def _continue(self, state: Any, pending: Resume) -> None:
+        self._current = pending
+        pending.start(state)
+        pending.announce()
+        self.log[-1][1:] = [_epochs(state), pending.global_step]
+        # Only rank zero may have the callback that stopped it.
+        if pending.stopped and collectives.from_rank_zero(
+            lambda: _is_still_stopped(state, pending), "whether the run was over"
+        ):
+            asked = state[torchbearer.MAX_EPOCHS]
+            patience = "" if pending.stopped == _A_CALLBACK else "raise its patience, "
+            announce(
+                f"the run was stopped by {pending.stopped} after {_epochs(state)} of {asked} "
+                f"epochs, so there is nothing to train; to train on, {patience}remove it, or ask "
+                f"for more than {asked} epochs"
+            )
+            pending.stop(state)
+
+    def _pass_over(self, state: Any, pending: Resume, ended: list[int]) -> None:
+        """Brings the trial to the end of a call that had ended when the checkpoint was saved."""
+        number, self.log[-1] = len(self.log), list(ended)
+        if number == 1:
+            announce(
+                f"{pending.path} was saved in run() number {pending.run_number} of this script: "
+                "the epochs of the calls before it are not trained again"
+            )
+        _, epochs, step = ended
+        path, payload = collectives.from_rank_zero(
+            lambda: self._folder.find_end_of_run(number, epochs, step), "the end of an earlier run"
+        )
+        if payload is not None:
+            self._current = Resume(path, payload)
+            self._current.start(state)
+            self._current.stop(state)
+        else:
+            if collectives.is_rank_zero():
+                warnings.warn(
+                    f"The checkpoint at the end of run() number {number} is gone. Until the call "
+                    f"that continues from {pending.path}, the script sees the weights of that "
+                    "file, not those of that time. With a larger keep, or None, more files stay.",
+                    stacklevel=2,
+                )
+            with contextlib.suppress(CheckpointError):  # the model may only get its parts later
+                pending.start(state)
+            del state[torchbearer.HISTORY][epochs:]
+            state[torchbearer.MAX_EPOCHS] = epochs  # none is left to do
+
+    def start_epoch(self, state: Any) -> None:
+        """For ``on_start_epoch``, before the loader is started."""
+        if self._current is not None:
+            self._current.start_epoch(state)
+
+    def continue_epoch(self, state: Any, trace: EpochTrace) -> None:
+        """For ``on_start_training``: from here on the run is where the checkpoint was saved."""
+        if self._current is not None:
+            self._current.continue_epoch(state, trace)
+            self._reached()
+
+    def end(self, state: Any, global_step: int) -> None:
+        """Ends a call; where no epoch was left to do, all is as at the checkpoint."""
+        if self._current is not None:
+            self._current.finish(state)
+            self._reached()
+        self.log[-1][1:] = [_epochs(state), global_step]
+
+    def _reached(self) -> None:
+        """The call is where its checkpoint was saved; one that asked for less leaves it pending."""
+        current, self._current = self._current, None
+        if current is not None and current.can_be_of(self.log[-1][0]) and current is self._pending:
+            self._pending = None
+
+
+def stopped_by(state: Any, *, by_signal: bool) -> str | None:
+    """Which callback has ended the run; None for one that goes on, or does after a restart."""
+    if not state[torchbearer.STOP_TRAINING]:
+        return None
+    for name, callback in contents.named_callbacks(state[torchbearer.CALLBACK_LIST]).items():
+        if _has_no_patience(callback):
+            return name
+    return None if by_signal else _A_CALLBACK
+
+
+def _is_still_stopped(state: Any, resume: Resume) -> bool:
+    """Whether the user left everything as it was when the run was stopped."""
+    callbacks = contents.named_callbacks(state[torchbearer.CALLBACK_LIST])
+    if state[torchbearer.MAX_EPOCHS] != resume.epochs_asked:
+        return False
+    if resume.stopped == _A_CALLBACK:
+        return all(name in callbacks for name in resume.callbacks)
+    return resume.stopped in callbacks and _has_no_patience(callbacks[resume.stopped])
+
+
+def _has_no_patience(callback: Any) -> bool:
+    inner = getattr(callback, "callback", callback)  # of RankZeroOnly
+    return isinstance(inner, EarlyStopping) and inner.wait >= inner.patience
+
+
+def _epochs(state: Any) -> int:
+    return len(state[torchbearer.HISTORY])

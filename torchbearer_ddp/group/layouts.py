@@ -1,0 +1,105 @@
+"""Tensors of every layout and dtype: their parts, their bytes, and writing into them.
+
+Strides are kept wherever a tensor is copied or sent, because fused optimizers read the memory of a
+parameter and of its state in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose elements are in memory at its strides, and mean themselves."""
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and not tensor.is_nested
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The strided tensors of which a sparse tensor is made; None if it is not sparse."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _COMPRESSED_BY_ROW:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _COMPRESSED_BY_COLUMN:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None
+
+
+def from_sparse_parts(
+    layout: torch.layout, parts: Sequence[torch.Tensor], shape: Any, *, coalesced: bool
+) -> torch.Tensor:
+    """The sparse tensor that :func:`sparse_parts` took apart; impossible indices are refused."""
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=coalesced, check_invariants=True
+        )
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=True
+    )
+
+
+def is_coalesced(tensor: torch.Tensor) -> bool:
+    """Whether a sparse tensor has each index once, as far as torch has noted."""
+    return tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements side by side in memory, and its dimensions in the same order."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    # torch keeps the strides of what has neither gaps nor repeated elements.
+    is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor if is_dense else tensor.clone()
+
+
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a :func:`dense` tensor in the order of its memory, without a copy."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a strided tensor in the order of its indices, whatever its strides."""
+    return memory(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def make_writable(tensor: torch.Tensor) -> None:
+    """Gives an expanded tensor memory of its own: torch refuses to write into it."""
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor.data = tensor.detach().contiguous()
+
+
+@torch.no_grad()
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a tensor the value of another one with the same layout."""
+    if is_strided(tensor):
+        make_writable(tensor)
+    elif tensor.layout in (*_COMPRESSED_BY_ROW, *_COMPRESSED_BY_COLUMN):
+        tensor.resize_as_sparse_(value)  # copy_ wants equally many elements
+    tensor.copy_(value)
+
+
+def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Loads an optimizer's state dict; each part of it gets the strides of its parameter."""
+    optimizer.load_state_dict(saved)
+    for parameter, held in getattr(optimizer, "state", {}).items():
+        for key, value in held.items() if isinstance(held, dict) else ():
+            if _differs_in_strides(value, parameter):
+                laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                held[key] = laid_out.detach().copy_(value)
+
+
+def _differs_in_strides(value: Any, parameter: Any) -> bool:
+    both = [value, parameter]
+    if not all(isinstance(each, torch.Tensor) and is_strided(each) for each in both):
+        return False
+    return bool(value.shape == parameter.shape and value.stride() != parameter.stride())

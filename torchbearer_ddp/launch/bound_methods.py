@@ -1,0 +1,86 @@
+"""A bound method as worker, such as ``trial.run``: ranks of their own have a copy of its object."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torchbearer
+
+from torchbearer_ddp.group import collectives
+from torchbearer_ddp.launch.worker import Task
+from torchbearer_ddp.log import logger
+
+
+def owner_of(worker_fn: Callable[..., Any]) -> Any:
+    """The object that a bound method, or a partial of one, belongs to; else None."""
+    while isinstance(worker_fn, functools.partial):
+        worker_fn = worker_fn.func
+    owner = getattr(worker_fn, "__self__", None)
+    return None if isinstance(owner, type | ModuleType) else owner
+
+
+def warn_of_copy(worker_fn: Callable[..., Any]) -> None:
+    """Says that what a bound method changes stays in the ranks, if the worker is one."""
+    if (owner := owner_of(worker_fn)) is not None:
+        name = type(owner).__qualname__
+        logger.warning(
+            f"the worker is a method of a {name}: each rank works on a copy of it, and what it "
+            "changes there stays in the rank. Return what is needed here"
+        )
+
+
+def run_elsewhere(task: Task, run: Callable[[Task], list[Any]]) -> list[Any]:
+    """Runs the worker in other processes and brings back what it has done to a Trial of ours."""
+    trial = owner_of(task[0])
+    if not isinstance(trial, torchbearer.Trial):
+        warn_of_copy(task[0])
+        return run(task)
+    found = run((_TrialWorker(task[0]), *task[1:]))
+    for _, state in found:
+        if state is not None:
+            _load(trial, state)
+            break
+    return [result for result, _ in found]
+
+
+class _TrialWorker:
+    """Calls a Trial's method; the first rank of each host also returns what the Trial holds then.
+
+    The ranks' models and optimizers are equal, and rank zero is the first of its host.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__name__ = getattr(method, "__name__", "trial")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        result = self._method(*args, **kwargs)
+        return result, _save(owner_of(self._method)) if collectives.local_rank() == 0 else None
+
+
+def _save(trial: torchbearer.Trial) -> dict[str, Any]:
+    """The history, and the state of every module and optimizer, by its key."""
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    trained = {key: each for key, each in trial.state.items() if isinstance(each, kinds)}
+    states = {str(key): _on_cpu(each.state_dict()) for key, each in trained.items()}
+    return {"history": trial.state[torchbearer.HISTORY], "states": states}
+
+
+def _load(trial: torchbearer.Trial, saved: dict[str, Any]) -> None:
+    trial.state[torchbearer.HISTORY] = saved["history"]
+    for key, each in trial.state.items():
+        if str(key) in saved["states"]:
+            each.load_state_dict(saved["states"][str(key)])
+
+
+def _on_cpu(value: Any) -> Any:
+    """The same nested value with all tensors on the CPU, where the launcher can load them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return type(value)((key, _on_cpu(each)) for key, each in value.items())
+    return type(value)(map(_on_cpu, value)) if isinstance(value, list | tuple) else value
