@@ -39,8 +39,9 @@ def name(value: object) -> str:
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[str, RankPool]]:
     """The ranks of each transport."""
+    torch.set_num_threads(1)  # the reference is small, and the ranks need the cores
     made = {
-        transport: RankPool(len(layout), lambda layout=layout: play_hosts(layout), group_timeout=15)
+        transport: RankPool(len(layout), lambda layout=layout: play_hosts(layout))
         for transport, layout in LAYOUTS.items()
     }
     try:
