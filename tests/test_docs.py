@@ -113,17 +113,18 @@ def test_docstring_examples_run(tmp_path: Path) -> None:
 _DOCTEST_PROGRAM = f"""
 import doctest, importlib, sys
 
-names, sys.argv[1:] = sys.argv[1:], []
-failed = tried = 0
-for name in names:
-    module = importlib.import_module(name)
-    for test in doctest.DocTestFinder().find(module):
-        if any({CLUSTER_ONLY!r} in example.source for example in test.examples):
-            continue
-        result = doctest.DocTestRunner().run(test)
-        failed, tried = failed + result.failed, tried + result.attempted
-print(tried, "examples")
-sys.exit(failed > 0 or tried < 20)
+if __name__ == "__main__":
+    names, sys.argv[1:] = sys.argv[1:], []
+    failed = tried = 0
+    for name in names:
+        module = importlib.import_module(name)
+        for test in doctest.DocTestFinder().find(module):
+            if any({CLUSTER_ONLY!r} in example.source for example in test.examples):
+                continue
+            result = doctest.DocTestRunner().run(test)
+            failed, tried = failed + result.failed, tried + result.attempted
+    print(tried, "examples")
+    sys.exit(failed > 0 or tried < 20)
 """
 
 

@@ -10,8 +10,8 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
-from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
+from torchbearer_ddp.data.run_streams import RunStreams
 from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
 from torchbearer_ddp.gradients.averager import Averager
 from torchbearer_ddp.gradients.header import RankReport, StepSummary
@@ -129,16 +129,13 @@ class SyncGradients(OrderedCallback):
         self._step = _Step()
         #: The state of the run that trains; None outside.
         self._state: Any = None
-        self._seed: int | None = None
+        self._streams = RunStreams()
 
     def enter(self) -> None:
         """Before anything is drawn or restored: from here on each rank has its own noise."""
         unsynchronised.begin_averaging(self)
-        group = membership.current()
-        if group is not None and group.member.world_size > 1:
-            self._losses.kinds = []
-            self._seed = torch.initial_seed()
-            randomness.enter_run(self._seed, group.runs, group.member.rank)
+        self._losses.kinds = []
+        self._streams.enter()
 
     def on_start_training(self, state: Any) -> None:
         """In each epoch anew: layers may have been added, moved or replaced in between."""
@@ -195,11 +192,7 @@ class SyncGradients(OrderedCallback):
         self._state = None
         stop_request.stop_polling()
         unsynchronised.end_averaging(self)
-        group = membership.current()
-        if self._seed is not None and group is not None:
-            randomness.leave_run(self._seed, group.runs)
-            group.runs += 1
-        self._seed = None
+        self._streams.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """What was found out about the losses and their weights."""
@@ -244,11 +237,7 @@ class SyncGradients(OrderedCallback):
         return self._losses.kind()
 
     def loss_divisor(self, state: Any) -> float:
-        """What the loss of the current batch divides by: samples, weights of targets, ``weight``.
-
-        Args:
-            state: The state of the run.
-        """
+        """What the loss of the batch in a state divides by: samples, weights, ``weight``."""
         return self._losses.weight(state, 0)
 
     @property

@@ -84,10 +84,6 @@ class SyncMetrics(OrderedCallback):
             pooled.loss_rule = self._loss_rule
             progress.replace_injected(state)
 
-    def on_start_training(self, state: Any) -> None:
-        """The steps are final here."""
-        progress.warn_of_no_steps(state)
-
     def on_end_validation(self, state: Any) -> None:
         """Every rank calls this hook, also one without data; the predictions are complete here."""
         if collectives.world_size() == 1:
@@ -101,7 +97,8 @@ class SyncMetrics(OrderedCallback):
                 )
 
     def on_start_training(self, state: Any) -> None:
-        """After every callback that may add metrics for this pass."""
+        """After every callback that may add metrics for this pass; the steps are final here."""
+        progress.warn_of_no_steps(state)
         self._begin(state)
 
     def on_start_validation(self, state: Any) -> None:
