@@ -113,17 +113,18 @@ def test_docstring_examples_run(tmp_path: Path) -> None:
 _DOCTEST_PROGRAM = f"""
 import doctest, importlib, sys
 
-names, sys.argv[1:] = sys.argv[1:], []
-failed = tried = 0
-for name in names:
-    module = importlib.import_module(name)
-    for test in doctest.DocTestFinder().find(module):
-        if any({CLUSTER_ONLY!r} in example.source for example in test.examples):
-            continue
-        result = doctest.DocTestRunner().run(test)
-        failed, tried = failed + result.failed, tried + result.attempted
-print(tried, "examples")
-sys.exit(failed > 0 or tried < 20)
+if __name__ == "__main__":
+    names, sys.argv[1:] = sys.argv[1:], []
+    failed = tried = 0
+    for name in names:
+        module = importlib.import_module(name)
+        for test in doctest.DocTestFinder().find(module):
+            if any({CLUSTER_ONLY!r} in example.source for example in test.examples):
+                continue
+            result = doctest.DocTestRunner().run(test)
+            failed, tried = failed + result.failed, tried + result.attempted
+    print(tried, "examples")
+    sys.exit(failed > 0 or tried < 20)
 """
 
 
@@ -231,8 +232,9 @@ def test_commands_start_their_ranks(command: str, tmp_path: Path) -> None:
 def test_every_flag_has_a_row() -> None:
     page = (ROOT / "docs/launching.rst").read_text()
     options = torchbearer_ddp.add_arguments(argparse.ArgumentParser(add_help=False))._actions
-    missing = [o.option_strings[0] for o in options if f"``{o.option_strings[0]}``" not in page]
-    assert missing == []
+    shown = [o.option_strings[0] for o in options if o.help != argparse.SUPPRESS]
+    assert len(shown) > 20
+    assert [name for name in shown if f"``{name}``" not in page] == []
 
 
 def test_api_page_has_exactly_the_public_names() -> None:
