@@ -1,7 +1,8 @@
 """What metrics hold in mid-epoch: data comes back as it was, all else is left alone."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 
+import numpy
 import torch
 from torchbearer.bases import Metric
 
@@ -18,6 +19,11 @@ class Holder(Metric):
         self.seen = {1}
         self.pair = (1, None)
         self.ordered = OrderedDict(a=1)
+        self.counts = Counter()
+        self.lists = defaultdict(list)
+        self.matrix = numpy.zeros((2, 2))
+        self.names = numpy.array(["a"])
+        self.functions = {"len": len}
         self.function = len
         self.inner = [Metric("inner"), (1, Ledger())]
 
@@ -29,6 +35,9 @@ def filled():
     holder.seen = {2, 3}
     holder.pair = (2, "x")
     holder.ordered = OrderedDict(a=2)
+    holder.counts.update("aab")
+    holder.lists["x"].append(1)
+    holder.matrix += 3
     holder.inner[0].count = 7
     holder.inner[1][1]._counts = [1.0, 2.0]
     return holder
@@ -46,8 +55,14 @@ def test_data_comes_back_as_it_was_and_nothing_else():
     assert (holder.seen, holder.pair) == ({2, 3}, (2, "x"))
     assert holder.inner[0].count == 7
     assert holder.inner[1][1]._counts == [1.0, 2.0]
-    # A subclass would come back as another kind of dict.
-    assert holder.ordered == OrderedDict(a=1)
+    # As the kind of dict that is there.
+    assert holder.ordered == OrderedDict(a=2)
+    assert holder.counts == Counter("aab")
+    assert holder.lists["x"] == [1]
+    assert holder.lists["y"] == []
+    assert holder.matrix.tolist() == [[3, 3], [3, 3]]
+    assert holder.names.tolist() == ["a"]
+    assert holder.functions == {"len": len}
     assert holder.function is len
 
 

@@ -1,18 +1,21 @@
-"""Runs that continue: in every layout."""
+"""Runs that continue: with tensors of every layout, metrics of every value, errors on one rank."""
 
+import functools
 import warnings
 
+import numpy
 import pytest
 import torch
 import torchbearer
 from torch.utils.data import DataLoader, TensorDataset
-from torchbearer.callbacks import on_sample
+from torchbearer.callbacks import Callback, on_sample
 
 from tests.programs import assert_same, outcome
-from tests.ranks import ranks
-from torchbearer_ddp import Checkpoint, data_parallel
+from tests.ranks import RankPool, ranks
+from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, data_parallel
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.data import randomness
+from torchbearer_ddp.errors import DistributedError
 from torchbearer_ddp.group import collectives, membership
 
 
@@ -83,3 +86,122 @@ def test_fused_adam_in_channels_last(tmp_path, background):
         assert optimizer.state[model[0].weight]["exp_avg"].stride() == model[0].weight.stride()
 
     body()
+
+
+class Odd(torch.nn.Module):
+    """A model with buffers of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 2)
+        self.register_buffer("adjacency", torch.eye(6).to_sparse_coo())
+        self.register_buffer("rows", torch.eye(6).to_sparse_csr())
+        self.register_buffer("scale", torch.ones(1).expand(6))
+        self.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.uint16))
+
+    def forward(self, x):
+        if self.training:
+            # They change with the data, so the ranks differ in them until the end of the epoch.
+            mean = x.detach().mean(0)
+            self.scale = mean[:1].expand(6)
+            self.adjacency = torch.diag(mean.round(decimals=1)).to_sparse_coo()
+            self.rows = torch.diag(mean.relu()).to_sparse_csr()
+            self.small = mean[:2].to(torch.float8_e4m3fn)
+            self.counts = (self.counts.int() + 1).to(torch.uint16)
+        mixed = torch.sparse.mm(self.adjacency, x.t()) + torch.mm(self.rows, x.t())
+        return self.layer(x + mixed.t() + self.scale + self.small.float().sum())
+
+
+def confusion(y_pred, y_true):
+    matrix = numpy.zeros((2, 2))
+    numpy.add.at(matrix, (y_true.numpy(), y_pred.argmax(1).numpy()), 1)
+    return matrix
+
+
+def odd_buffers(*callbacks):
+    as_a_new_process()
+    model = Odd()
+    matrix = torchbearer.metrics.EpochLambda("confusion", confusion, running=False)
+    trial = torchbearer.Trial(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.nn.CrossEntropyLoss(),
+        metrics=["loss", torchbearer.metrics.to_dict(matrix)],
+        callbacks=[*data_parallel(), *callbacks],
+        verbose=0,
+    )
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 6, generator=generator), torch.arange(24) % 2)
+    return trial.with_train_generator(DataLoader(data, batch_size=3, shuffle=True))
+
+
+def same_outcome(found, expected):
+    for one, other in zip(found.pop("history"), expected.pop("history"), strict=True):
+        matrices = [each.pop("confusion") for each in (one, other)]
+        assert all(isinstance(each, numpy.ndarray) for each in matrices)
+        assert numpy.array_equal(*matrices)
+        assert one == other
+    for each in (found, expected):
+        for name in ("adjacency", "rows", "small"):
+            each[name] = each[name].to_dense().float()
+    assert_same(found, expected)
+
+
+def check_odd_buffers(folder, at):
+    whole = odd_buffers()
+    whole.run(3)
+    with pytest.raises(Stopped):
+        odd_buffers(failing(at), Checkpoint(folder, every_steps=1)).run(3)
+    finish_writing()
+    collectives.barrier()
+    resumed = odd_buffers(Checkpoint(folder))
+    quietly(resumed, 3)
+    same_outcome(outcome(resumed), outcome(whole))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("at", [3, 9])
+def test_buffers_and_metrics_of_every_kind(tmp_path, at):
+    check_odd_buffers(tmp_path, at)
+
+
+def test_buffers_and_metrics_of_every_kind_on_ranks(tmp_path):
+    with RankPool(2) as pool:
+        pool.run(functools.partial(check_odd_buffers, tmp_path, 7))
+
+
+class Refusing(Callback):
+    """Rank zero alone finds that it cannot load its state."""
+
+    def state_dict(self):
+        return {"path": "gone"}
+
+    def load_state_dict(self, state_dict):
+        raise OSError("the log is gone")
+
+
+def refused_on_rank_zero(folder):
+    images(RankZeroOnly(Refusing), Checkpoint(folder)).run(1)
+    collectives.barrier()
+    trial = images(RankZeroOnly(Refusing), Checkpoint(folder))
+    with pytest.raises((OSError, DistributedError), match="the log is gone") as caught:
+        trial.run(2)
+    assert isinstance(caught.value, OSError) == collectives.is_rank_zero()
+    with pytest.raises((OSError, DistributedError), match="the log is gone"):
+        Checkpoint.load(images(RankZeroOnly(Refusing)), folder / "latest")
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+def monitored_array(folder):
+    trial = odd_buffers(Checkpoint(folder, monitor="confusion"))
+    expected = r"monitor='confusion'\): .* numpy.ndarray of shape \(2, 2\)"
+    with pytest.raises(CheckpointError, match=expected):
+        trial.run(1)
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+@pytest.mark.parametrize("body", [refused_on_rank_zero, monitored_array])
+def test_an_error_on_rank_zero_alone_is_raised_on_all(tmp_path, body):
+    with RankPool(2) as pool:
+        pool.run(functools.partial(body, tmp_path))

@@ -14,7 +14,7 @@ from torchbearer.state import StateKey
 from tests.programs import assert_same, outcome
 from tests.ranks import RankPool
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, SyncGradients, SyncMetrics
-from torchbearer_ddp.checkpoints import file, trained_state
+from torchbearer_ddp.checkpoints import contents, file, trained_state
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import collectives, membership
@@ -211,6 +211,35 @@ def test_on_ranks_each_continues_with_its_own(tmp_path):
     # Of a module only the tensors that differ.
     assert [set(each) for each in differ] == [{"state['disc']"}] * 2
     assert set(differ[0]["state['disc']"]) == {"1.running_mean", "1.running_var"}
+
+
+def verdict_comes_back(folder):
+    trial = gan(Checkpoint(folder))
+    trial.run(1)
+    collectives.barrier()
+    saved = file.read(folder / "latest")["torchbearer_ddp"]["callbacks"]
+    assert saved["SyncGradients"]["losses"] == ["mean"]
+    assert saved["Checkpoint"] == callbacks_of(trial)["Checkpoint"].state_dict()
+    seen = []
+
+    @torchbearer.callbacks.on_start_training
+    def note(state):
+        seen.append(callbacks_of(resumed)["SyncGradients"].state_dict())
+
+    resumed = gan(Checkpoint(folder, monitor="loss"), note)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resumed.run(2)
+    assert seen == [saved["SyncGradients"]]
+
+
+def callbacks_of(trial):
+    return contents.named_callbacks(trial.state[torchbearer.CALLBACK_LIST])
+
+
+def test_our_own_callbacks_states_are_saved_and_put_back_before_the_first_step(tmp_path):
+    with RankPool(2) as pool:
+        pool.run(functools.partial(verdict_comes_back, tmp_path))
 
 
 def test_names_in_the_file(tmp_path):

@@ -19,9 +19,9 @@ from torchbearer.callbacks import on_step_training
 
 from tests import ranks as ranks_module
 from tests.forked import Killable
-from tests.programs import EPOCHS, assert_same, build, train
+from tests.programs import EPOCHS, assert_same, build, launch, train, train_with_events
 from tests.ranks import ranks, run_ranks
-from torchbearer_ddp import Checkpoint, CheckpointError
+from torchbearer_ddp import Checkpoint, CheckpointError, WorkerError
 from torchbearer_ddp.checkpoints import file
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.writer import finish_writing
@@ -269,6 +269,27 @@ trial.with_train_generator(torch.utils.data.DataLoader(data)).run(1)
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == (3 if end == "raise" else 4), result.stderr
     assert file.read(tmp_path / "run" / "latest")["torchbearer_ddp"]["global_step"] == 1
+
+
+def train_on_a_slow_disk(folder, seconds):
+    """Rank one fails while rank zero is writing."""
+    fsync = os.fsync
+
+    def slow_fsync(descriptor):
+        time.sleep(seconds)
+        fsync(descriptor)
+
+    os.fsync = slow_fsync
+    train_with_events([{"rank": 1, "step": 3, "do": "raise"}], folder=folder)
+
+
+def test_a_file_that_is_being_written_when_another_rank_fails(tmp_path):
+    """Longer than a failed run may otherwise take to end; the file has the grace time."""
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="a bad sample"):
+        launch(train_on_a_slow_disk, str(tmp_path), 5.0)
+    assert time.monotonic() - started < 40
+    assert file.read(tmp_path / "step-0000002.pt")["torchbearer_ddp"]["global_step"] == 2
 
 
 def test_two_runs_at_once_in_one_folder(tmp_path):

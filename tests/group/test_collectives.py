@@ -56,6 +56,45 @@ def test_what_rank_zero_returns_or_raises_reaches_all():
 
 
 @ranks(2)
+def test_a_value_that_one_rank_cannot_send_is_an_error_on_all():
+    odd = object() if collectives.rank() == 1 else 1
+    for exchange in (collectives.all_gather, collectives.gather_to):
+        with pytest.raises((TypeError, DistributedError), match=r"value is a builtins\.object"):
+            exchange(odd, "odd")
+    of_rank_zero = object() if collectives.is_rank_zero() else 1
+    with pytest.raises((TypeError, DistributedError), match=r"value is a builtins\.object"):
+        collectives.broadcast(of_rank_zero, "odd")
+    with pytest.raises((TypeError, DistributedError), match=r"value\[1\] is a builtins.object"):
+        collectives.from_rank_zero(object, "odd")
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+@ranks(2)
+def test_every_kind_of_tensor_is_broadcast():
+    mine = collectives.rank() + 1
+    csr = torch.eye(3) if mine == 1 else torch.ones(3, 3)
+    tensors = [
+        torch.full((4,), mine).to(torch.float8_e4m3fn),
+        torch.full((3,), 65000 + mine).to(torch.uint16),
+        torch.full((1,), float(mine)).expand(5),
+        torch.full((2, 3), float(mine)).t(),
+        torch.full((2,), mine, dtype=torch.complex64).conj(),
+        torch.tensor([mine == 1]),
+        torch.sparse_coo_tensor([list(range(mine))], torch.full((mine,), float(mine)), (3,)),
+        csr.to_sparse_csr(),
+    ]
+    collectives.broadcast_tensors(tensors, "tensors")
+    assert tensors[0].float().tolist() == [1] * 4
+    assert tensors[1].tolist() == [65001] * 3
+    assert tensors[2].tolist() == [1] * 5
+    assert tensors[3].tolist() == [[1, 1]] * 3
+    assert tensors[4].tolist() == [1, 1]
+    assert tensors[5].tolist() == [True]
+    assert tensors[6].to_dense().tolist() == [1, 0, 0]
+    assert torch.equal(tensors[7].to_dense(), torch.eye(3))
+
+
+@ranks(2)
 def test_an_action_that_fails_on_one_rank_fails_on_all():
     assert collectives.run_together(collectives.rank, "a rank") == collectives.rank()
 

@@ -62,6 +62,17 @@ def test_special_numbers_and_numpy_scalars():
     assert wire.decode(wire.encode(numpy.int32(7))) == 7
 
 
+@pytest.mark.parametrize("dtype", ["float32", ">f8", "int16", "uint16", "bool", "complex128"])
+def test_arrays_come_back_as_arrays(dtype):
+    array = (numpy.arange(6).reshape(2, 3) % 2).astype(dtype)[:, ::-1]
+    back = wire.decode(wire.encode({"a": array}))["a"]
+    assert isinstance(back, numpy.ndarray)
+    assert back.dtype == array.dtype.newbyteorder("=")
+    assert numpy.array_equal(back, array)
+    with pytest.raises(TypeError, match=r"value is a numpy\.ndarray"):
+        wire.encode(numpy.array(["a"]))
+
+
 def test_anything_else_is_named_and_refused():
     with pytest.raises(TypeError, match=r"value\['a'\]\[1\] is a builtins.object"):
         wire.encode({"a": [1, object()]})

@@ -250,14 +250,7 @@ class Checkpoint(OrderedCallback):
         payload = collectives.from_rank_zero(
             lambda: folder.read_any(Path(path), trust=trust), "a checkpoint"
         )
-        contents.restore(trial.state, payload)
-        if SECTION in payload:
-            others = trained_state.saved_states(payload[SECTION])
-            trained_state.restore(trial.state, others, {})
-        if "callbacks" in payload.get(SECTION, {}):
-            if collectives.is_rank_zero():
-                contents.warn_of_changed_callbacks(trial.state, payload)
-            contents.restore_callbacks(trial.state, payload)
+        collectives.run_together(lambda: _load(trial.state, payload), "loading a checkpoint")
         return trial
 
     def _find_gradients(self, state: Any) -> None:
@@ -317,6 +310,16 @@ class Checkpoint(OrderedCallback):
         if self._saver.save(moment, choose_names):
             self._schedule.saved(self._global_step)
             self._is_due = False
+
+
+def _load(state: Any, payload: dict[str, Any]) -> None:
+    section = payload.get(SECTION, {})
+    contents.restore(state, payload)
+    trained_state.restore(state, trained_state.saved_states(section), {})
+    if "callbacks" in section:
+        if collectives.is_rank_zero():
+            contents.warn_of_changed_callbacks(state, payload)
+        contents.restore_callbacks(state, payload)
 
 
 # Of run, evaluate and predict, which all call on_start, the last two choose their data before, and

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchbearer_ddp.checkpoints.folder import best_name
+from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group.plain_data import type_name
 
 _HIGHER_IS_BETTER = ("acc", "auc")
 _DEFAULT = "val_loss"
@@ -43,7 +45,7 @@ class Best:
             if name not in metrics:
                 self._warn_once(name, metrics)
                 continue
-            value = float(metrics[name])
+            value = _number(name, metrics[name])
             old = self.values.get(name)
             if math.isnan(value):
                 continue
@@ -62,6 +64,21 @@ class Best:
                 f"by it. There are: {', '.join(sorted(metrics)) or 'none'}.",
                 stacklevel=2,
             )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"Checkpoint(monitor={name!r}): its value is not one number but a {type_name(value)}"
+            f"{_shape(value)}. Monitor a metric with one number, or monitor=None."
+        ) from error
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return "" if shape is None else f" of shape {tuple(shape)}"
 
 
 def _is_higher_better(name: str, mode: str | Mapping[str, str]) -> bool:

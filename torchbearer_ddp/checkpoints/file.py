@@ -23,9 +23,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from torchbearer_ddp.errors import CheckpointError
-
-#: Temporary files begin like this, so that those of a killed run can be found and removed.
-TEMPORARY_PREFIX = ".tmp-"
+from torchbearer_ddp.group.failures import TEMPORARY_PREFIX
 
 _MARK = b"torchbearer_ddp checkpoint "
 _LONGEST_COMMENT = 512

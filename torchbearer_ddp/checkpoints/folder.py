@@ -21,6 +21,7 @@ from torchbearer_ddp.checkpoints import contents, file
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group.failures import TEMPORARY_PREFIX
 
 LATEST = "latest"
 #: The form of what is in a file, and those that can be read; one of another form is refused.
@@ -83,7 +84,7 @@ class Folder:
         with _explained(failure, "Give one that this user may write."):
             self.path.mkdir(mode=self._folder_mode, parents=True, exist_ok=True)
             self._claim()
-            for left in self.path.glob(f"{file.TEMPORARY_PREFIX}*"):
+            for left in self.path.glob(f"{TEMPORARY_PREFIX}*"):
                 left.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -18,11 +18,14 @@ from torchbearer.bases import Callback, Metric
 from torchbearer.metrics import EpochLambda
 from torchbearer.state import StateKey
 
+from torchbearer_ddp.checkpoints import contents
 from torchbearer_ddp.group.plain_data import PlainDataWalker
 from torchbearer_ddp.metrics.pooling import Ledger
 
 #: Exactly these: a subclass would not come back as what it was.
-_DATA = (type(None), bool, int, float, str, bytes, list, tuple, set, dict, deque)
+_DATA = (type(None), bool, int, float, str, bytes, list, tuple, set, deque)
+#: These with their subclasses: a dict comes back as the kind that is there.
+_DATA_KINDS = (torch.Tensor, numpy.generic, numpy.ndarray, dict)
 #: What an EpochLambda gathers: large, and empty again at the next epoch.
 _GATHERED = ("_y_true", "_y_pred")
 
@@ -51,7 +54,10 @@ def restore(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
         held = vars(metric)
         for name, value in saved.get(path, {}).items():
             live = held.get(name)
-            held[name] = deque(value, live.maxlen) if isinstance(live, deque) else value
+            if isinstance(live, deque):
+                held[name] = deque(value, live.maxlen)
+            else:
+                held[name] = contents.like(live, value)
 
 
 def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -86,6 +92,11 @@ def collect_values(values: dict[str, Any]) -> dict[str, Any]:
 
 class _Collector(PlainDataWalker):
     def walk(self, value: Any, where: str) -> Any:
-        if type(value) not in _DATA and not isinstance(value, torch.Tensor | numpy.generic):
+        if type(value) not in _DATA and not isinstance(value, _DATA_KINDS):
             raise _NotDataError
         return super().walk(list(value) if isinstance(value, deque) else value, where)
+
+    def array(self, array: Any, where: str) -> Any:
+        if array.dtype.kind not in "biufc":
+            raise _NotDataError
+        return array

@@ -136,12 +136,13 @@ class Runs:
             self._pending = None
 
 
-def stopped_by(state: Any, *, by_signal: bool) -> str | None:
+def stopped_by(state: Any, *, mid_epoch: bool, by_signal: bool) -> str | None:
     """Which callback has ended the run; None for one that goes on, or does after a restart."""
     if not state[torchbearer.STOP_TRAINING]:
         return None
     for name, callback in contents.named_callbacks(state[torchbearer.CALLBACK_LIST]).items():
-        if _has_no_patience(callback):
+        # One that asks at the end of an epoch has not asked in the middle of the next.
+        if _has_no_patience(callback) and _inner(callback).step_on_batch == mid_epoch:
             return name
     return None if by_signal else _A_CALLBACK
 
@@ -157,8 +158,13 @@ def _is_still_stopped(state: Any, resume: Resume) -> bool:
 
 
 def _has_no_patience(callback: Any) -> bool:
-    inner = getattr(callback, "callback", callback)  # of RankZeroOnly
+    inner = _inner(callback)
     return isinstance(inner, EarlyStopping) and inner.wait >= inner.patience
+
+
+def _inner(callback: Any) -> Any:
+    """What is inside RankZeroOnly, or the callback itself."""
+    return getattr(callback, "callback", callback)
 
 
 def _epochs(state: Any) -> int:

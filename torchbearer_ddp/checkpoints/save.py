@@ -117,7 +117,9 @@ class Saver:
             averaged = rank_state.averaged_statistics(model, [each["buffers"] for each in parts])
             payload[contents.MODEL].update(averaged)
             payload[SECTION]["ranks"] = parts
-            payload[SECTION]["stopped"] = stopped_by(moment.state, by_signal=any(signals))
+            payload[SECTION]["stopped"] = stopped_by(
+                moment.state, mid_epoch=moment.trace is not None, by_signal=any(signals)
+            )
             self._start_writing(payload, names)
         if not self._background:
             self.finish()

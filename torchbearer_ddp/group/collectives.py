@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchbearer_ddp import errors
 from torchbearer_ddp.errors import DesyncError, DistributedError
-from torchbearer_ddp.group import membership, wire
+from torchbearer_ddp.group import layouts, membership, wire
 from torchbearer_ddp.group.waiting import Wait, wait_for
 
 _T = TypeVar("_T")
@@ -105,8 +105,9 @@ def all_gather(value: Any, name: str) -> list[Any]:
     group = _group_with_peers()
     if group is None:
         return [value]
-    contents = _exchange_content(wire.encode(value), partial(_gather_bytes, group), name)
-    return [wire.decode(content) for content in contents]
+    content, error = _encoded(value)
+    contents = _exchange_content(content, partial(_gather_bytes, group), name)
+    return _decoded(contents, error)
 
 
 def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
@@ -114,8 +115,12 @@ def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
     group = _group_with_peers()
     if group is None:
         return [value]
-    content = wire.encode(value)
-    sizes = all_gather(len(content), f"{name} (sizes)")
+    content, error = _encoded(value)
+    found = all_gather((len(content), describe_error(error)), f"{name} (sizes)")
+    if error is not None:
+        raise error
+    raise_first([described for _, described in found])
+    sizes = [size for size, _ in found]
     mine, received = _with_length(content, max(sizes)), None
     if group.member.rank == target:
         received = [torch.empty_like(mine) for _ in sizes]
@@ -129,16 +134,22 @@ def broadcast(value: _T, name: str) -> _T:
     group = _group_with_peers()
     if group is None:
         return value
-    mine = wire.encode(value) if is_rank_zero() else torch.empty(0, dtype=torch.uint8)
-    [content] = _exchange_content(mine, partial(_broadcast_bytes, group), name)
-    return value if is_rank_zero() else wire.decode(content)
+    mine, error = _encoded(value if is_rank_zero() else None)
+    contents = _exchange_content(mine, partial(_broadcast_bytes, group), name)
+    return value if is_rank_zero() and error is None else _decoded(contents, error)[0]
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """Overwrites tensors with those of rank zero; shapes and dtypes must be equal."""
+    """Overwrites tensors with those of rank zero; shapes, dtypes and layouts must be equal."""
     if group := _group_with_peers():
-        for flat, description in _flattened(tensors, name):
-            _broadcast_bytes(group, flat, description)
+        strided = [tensor for tensor in tensors if layouts.is_strided(tensor)]
+        for flat, description in _flattened(strided, name):
+            # As bytes: gloo and NCCL do not know every dtype.
+            _broadcast_bytes(group, flat.view(torch.uint8), description)
+        others = [tensor for tensor in tensors if not layouts.is_strided(tensor)]
+        if others:  # sparse: rank zero's may have another number of elements
+            for tensor, value in zip(others, broadcast(others, f"{name} (sparse)"), strict=True):
+                layouts.overwrite(tensor, value.to(tensor.device))
 
 
 def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -252,6 +263,23 @@ def _exchange_content(
     return [content[:size] for content, size in zip(contents, sizes, strict=True)]
 
 
+def _encoded(value: Any) -> tuple[torch.Tensor, TypeError | None]:
+    """A value for the other ranks; in place of one that cannot be sent, the error."""
+    try:
+        return wire.encode(value), None
+    except TypeError as error:
+        return wire.Failure(describe_error(error) or []).encode(), error
+
+
+def _decoded(contents: Sequence[torch.Tensor], error: TypeError | None) -> list[Any]:
+    """Every rank's value; if one could not be sent, all ranks raise, after the exchange."""
+    if error is not None:
+        raise error
+    values = [wire.decode(content) for content in contents]
+    raise_first([each.described if isinstance(each, wire.Failure) else None for each in values])
+    return values
+
+
 def _with_length(part: torch.Tensor, length: int) -> torch.Tensor:
     """The tensor, cut or padded with zeros to this length."""
     missing = length - len(part)
@@ -286,8 +314,9 @@ def _flattened(tensors: Sequence[torch.Tensor], name: str) -> Iterator[tuple[tor
             kind = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
             kinds.setdefault(kind, []).append(tensor)
     for kind, members in kinds.items():
-        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        joined = torch.cat([layouts.to_bytes(tensor) for tensor in members])
+        flat = joined.view(members[0].dtype)
         yield flat, f"{name} ({kind}, {flat.numel()} elements)"
         parts = torch.split(flat, [tensor.numel() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            layouts.overwrite(tensor, part.view(tensor.shape))

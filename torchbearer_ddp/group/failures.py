@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -20,6 +22,11 @@ from torchbearer_ddp.group import stop_request
 
 #: How long exit handlers and buffers of a failed rank may take.
 _EXIT_SECONDS = 2.0
+#: How long a file that is being written may take after that, as after a signal.
+_WRITE_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+#: The names of files that are being written begin like this.
+TEMPORARY_PREFIX = ".tmp-"
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 #: Python's own exit code where what was printed could not be written.
 _FLUSH_FAILED = 120
@@ -29,12 +36,29 @@ _LAUNCHING = ("torchbearer_ddp.launch.", "torchbearer_ddp.slurm.")
 
 def exit_now(code: int) -> NoReturn:
     """Ends this process after its exit handlers; a group with pending messages can hang an exit."""
-    late = threading.Timer(_EXIT_SECONDS, os._exit, (code,))
+    late = threading.Timer(_EXIT_SECONDS, _end_after_writing, (code,))
     late.daemon = True
     late.start()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     stop_request.end(code)
+
+
+def _end_after_writing(code: int) -> None:
+    deadline = time.monotonic() + _WRITE_SECONDS
+    while is_writing(os.getpid()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    os._exit(code)
+
+
+def is_writing(pid: int) -> bool:
+    """Whether a process has a checkpoint open that is not whole yet; read from the kernel."""
+    with contextlib.suppress(OSError):  # the process is gone
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if descriptor.readlink().name.startswith(f"{TEMPORARY_PREFIX}{pid}-"):
+                    return True
+    return False
 
 
 def exit_normally(code: int) -> NoReturn:

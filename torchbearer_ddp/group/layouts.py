@@ -81,10 +81,13 @@ def make_writable(tensor: torch.Tensor) -> None:
 @torch.no_grad()
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a tensor the value of another one with the same layout."""
+    if tensor.layout in (*_COMPRESSED_BY_ROW, *_COMPRESSED_BY_COLUMN):
+        # copy_ wants equally many elements, and not every storage can be resized.
+        swapped = value.to(tensor.device, copy=True)
+        torch.utils.swap_tensors(tensor, swapped)  # type: ignore[no-untyped-call]
+        return
     if is_strided(tensor):
         make_writable(tensor)
-    elif tensor.layout in (*_COMPRESSED_BY_ROW, *_COMPRESSED_BY_COLUMN):
-        tensor.resize_as_sparse_(value)  # copy_ wants equally many elements
     tensor.copy_(value)
 
 

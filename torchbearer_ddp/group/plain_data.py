@@ -1,4 +1,4 @@
-"""One walk over plain data: None, booleans, numbers, strings, bytes, tensors and containers.
+"""One walk over plain data: None, booleans, numbers, strings, bytes, tensors, arrays, containers.
 
 Messages between ranks, snapshots for checkpoints and the state of metrics are all made by it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 from torchbearer.state import StateKey
 
@@ -26,6 +27,8 @@ class PlainDataWalker:
             return self.scalar(value)
         if isinstance(value, torch.Tensor):
             return self.tensor(value, where)
+        if isinstance(value, numpy.ndarray) and value.ndim:
+            return self.array(value, where)
         if isinstance(value, dict):
             pairs = value.items()
             keys = [self.walk(key, f"a key of {where}") for key, _ in pairs]
@@ -46,6 +49,14 @@ class PlainDataWalker:
     def tensor(self, tensor: torch.Tensor, where: str) -> Any:
         """Rebuilds a tensor."""
         return tensor
+
+    def array(self, array: numpy.ndarray[Any, Any], where: str) -> Any:
+        """Rebuilds an array of numpy, as a tensor unless a subclass says otherwise."""
+        try:
+            native = array.astype(array.dtype.newbyteorder("="))  # a copy, in usual strides
+            return self.tensor(torch.from_numpy(native), where)
+        except TypeError:  # of strings, objects, dates
+            return self.other(array, where)
 
     def sequence(self, kind: type, items: list[Any]) -> Any:
         """Rebuilds a list, tuple or set from its rebuilt items."""

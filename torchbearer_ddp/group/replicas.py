@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import collectives, layouts
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -32,11 +32,11 @@ def first_difference(
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    plain = tensor.detach().cpu().contiguous()
-    if not plain.numel():
-        return 0
-    data: Any = plain.reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(data)
+    crc = 0
+    for part in layouts.sparse_parts(tensor) or [tensor]:
+        data: Any = layouts.to_bytes(part).cpu().numpy()
+        crc = zlib.crc32(data, crc)
+    return crc
 
 
 def batch_norm_statistics(model: torch.nn.Module) -> Named:

@@ -1,14 +1,15 @@
 """Plain data as bytes: what crosses between ranks is JSON and raw tensors, never pickle.
 
 Whoever can reach a port of the run could otherwise send a pickle, which is code. The price is that
-only plain data travels: None, booleans, numbers, strings, bytes, tensors, and lists, tuples, sets
-and dicts of them.
+only plain data travels: None, booleans, numbers, strings, bytes, tensors, arrays of numbers, and
+lists, tuples, sets and dicts of them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +28,18 @@ def encode(value: Any) -> torch.Tensor:
         TypeError: If the value holds something that is not plain data; the message names it.
     """
     encoder = _Encoder()
-    tree = json.dumps(encoder.walk(value, "value"), separators=(",", ":")).encode()
-    length = len(tree).to_bytes(_LENGTH_BYTES, "little")
-    return torch.cat([_byte_tensor(length + tree), *encoder.blobs])
+    return _packed(encoder.walk(value, "value"), encoder.blobs)
+
+
+@dataclass
+class Failure:
+    """What a rank sends in place of a value that cannot be sent: the kind and text of the error."""
+
+    described: list[str]
+
+    def encode(self) -> torch.Tensor:
+        """Packs it, for :func:`decode`."""
+        return _packed(["failure", self.described], [])
 
 
 def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
@@ -38,6 +48,11 @@ def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
     start = _LENGTH_BYTES + length
     tree = json.loads(packed[_LENGTH_BYTES:start].numpy().tobytes())
     return _Decoder(packed[start:], device).build(tree)
+
+
+def _packed(tree: Any, blobs: list[torch.Tensor]) -> torch.Tensor:
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    return torch.cat([_byte_tensor(len(text).to_bytes(_LENGTH_BYTES, "little") + text), *blobs])
 
 
 class _Encoder(PlainDataWalker):
@@ -65,6 +80,9 @@ class _Encoder(PlainDataWalker):
         node = ["tensor", _short(plain.dtype), list(plain.shape), tensor.device.type != "cpu"]
         usual = torch.empty(plain.shape, device="meta").stride()
         return node if plain.stride() == usual else [*node, list(plain.stride())]
+
+    def array(self, array: Any, where: str) -> Any:
+        return ["array", super().array(array, where)]
 
     def sequence(self, kind: type, items: list[Any]) -> Any:
         return [kind.__name__, items]
@@ -98,6 +116,10 @@ class _Decoder:
             parts = [self.build(part) for part in packed]
             layout = getattr(torch, layout)
             return layouts.from_sparse_parts(layout, parts, shape, coalesced=coalesced)
+        if kind == "failure":
+            return Failure(rest[0])
+        if kind == "array":
+            return self.build(rest[0]).numpy()
         if kind == "bytes":
             return self.build(rest[0]).numpy().tobytes()
         if kind == "float":

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
+from torchbearer_ddp.group import failures
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.started_rank import StartedRank
@@ -56,6 +57,8 @@ class Supervisor:
         #: True after a second signal.
         self._is_urgent = False
         self._kill_at: float | None = None
+        #: Until then a rank that is writing a checkpoint is left to it.
+        self._write_until = 0.0
 
     @property
     def _running(self) -> list[StartedRank]:
@@ -107,12 +110,20 @@ class Supervisor:
             # All results are here; a thread that never ends must not keep the run from ending.
             self._kill_at = time.monotonic() + self._plan.grace
         if self._kill_at is not None and time.monotonic() > self._kill_at:
-            for rank in self._running:
+            self._kill_running()
+
+    def _kill_running(self) -> None:
+        """Kills what still runs; a checkpoint that is being written has the grace time."""
+        for rank in self._running:
+            late = time.monotonic() > self._write_until
+            if late or not failures.is_writing(rank.process.pid):
                 rank.ended_by_us = True
                 rank.kill()
 
     def _end_all(self, signum: int, seconds: float) -> None:
         """Signals every rank that has not failed, and kills what still runs after ``seconds``."""
+        if self._kill_at is None:
+            self._write_until = time.monotonic() + self._plan.grace
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
         ranks = [rank for rank in self._running if not rank.has_failed]
@@ -144,7 +155,7 @@ class Supervisor:
             elif now - self._signal_at > ECHO_SECONDS:
                 self._signal_at = now
                 if self._is_urgent:
-                    self._kill_at = now
+                    self._kill_at = self._write_until = now
                 self._is_urgent = True
                 for rank in self._running:
                     rank.send(signum)
