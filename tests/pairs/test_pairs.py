@@ -1,7 +1,7 @@
 """Every two options and situations at once, against arithmetic that does not use the library.
 
 The cases are drawn from seeds, one of them unless ``TORCHBEARER_DDP_PAIR_SEEDS`` gives their
-number; with more than one every transport is used for every pair.
+number; three of them use every transport for every pair.
 """
 
 from __future__ import annotations
