@@ -193,7 +193,6 @@ class SyncGradients(OrderedCallback):
         self._averager.regular = 0.0
         self._accumulation.clear()
         self._state = self._group = None
-        stop_request.stop_polling()
         unsynchronised.end_averaging(self)
         self._streams.leave()
 

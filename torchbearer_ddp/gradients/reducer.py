@@ -253,27 +253,8 @@ class Reducer:
 
     def _start(self, index: int, factor: float, empty: bool) -> None:
         applied = self._transport.applies_weight
-        self._fill(self._buckets[index], 1.0 if applied else factor, empty)
+        layout.fill(self._buckets[index], self._parameters, 1.0 if applied else factor, empty)
         self._transport.start(index, factor if applied else 1.0)
-
-    @torch.no_grad()
-    def _fill(self, bucket: layout.GradientBucket, factor: float, empty: bool) -> None:
-        """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
-        sources: list[torch.Tensor] = []
-        places: list[torch.Tensor] = []
-        for index, view in zip(bucket.indices, bucket.views, strict=True):
-            gradient = self._parameters[index].grad
-            if factor == 1.0 and gradient is view and not empty:
-                continue
-            if gradient is None or empty or gradient.is_sparse:
-                view.zero_()
-            elif factor != 1.0:
-                torch.mul(gradient, factor, out=view)
-            else:
-                sources.append(gradient)
-                places.append(view)
-        if places:
-            torch._foreach_copy_(places, sources)
 
     def _exchange(self, exchange: Exchange, sent: int = 0) -> StepSummary:
         # The timeout starts here: buckets sent during backward do not block.
