@@ -102,8 +102,7 @@ def execute(text: str, folder: str, variables: dict[str, str] | None = None) -> 
     path.write_text(text)
     keys = torchbearer.state.__keys__
     known = len(keys)
-    Kill.steps = 0
-    interruptions.calls = 0  # type: ignore[attr-defined]
+    Kill.trials = Kill.steps = 0
     variables = {_FOLDER: folder, **(variables or {})}
     with _said() as lines, mock.patch.dict(os.environ, variables), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -135,7 +134,7 @@ def _said() -> Iterator[list[str]]:
 class Kill(Callback):
     """Ends the process for good before a given step, counted over all Trials of the program."""
 
-    steps = 0
+    trials = steps = 0
 
     def on_sample(self, state: Any) -> None:
         if str(Kill.steps) == os.environ.get(_KILL):
@@ -145,8 +144,8 @@ class Kill(Callback):
 
 def interruptions() -> list[Any]:
     """A checkpoint after every second step, in a folder for each Trial of the program."""
-    interruptions.calls += 1  # type: ignore[attr-defined]
-    folder = Path(os.environ[_CHECKPOINTS]) / f"trial-{interruptions.calls}"  # type: ignore[attr-defined]
+    Kill.trials += 1
+    folder = Path(os.environ[_CHECKPOINTS]) / f"trial-{Kill.trials}"
     return [Checkpoint(folder, every_steps=2, background=False, monitor=None), Kill()]
 
 
