@@ -10,7 +10,6 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
-from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.data.run_streams import RunStreams
 from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
 from torchbearer_ddp.gradients.averager import Averager
@@ -91,6 +90,7 @@ class SyncGradients(OrderedCallback):
     # First in on_backward: a callback that clips must see the average. Last where others may ask to
     # stop: only then is it known whether they do.
     order: ClassVar[Mapping[str, int]] = {
+        "on_start": LAST + 1,
         "on_start_training": LAST,
         "on_sample": FIRST,
         "on_criterion": LAST,
@@ -132,17 +132,32 @@ class SyncGradients(OrderedCallback):
         self._state: Any = None
         self._group: Group | None = None
         self._streams = RunStreams()
+        self._is_entered = False
 
     def enter(self) -> None:
         """Before anything is drawn or restored: from here on each rank has its own noise."""
+        if self._is_entered:
+            raise ValueError(
+                "This SyncGradients belongs to a Trial that is running, and another Trial with it "
+                "was started inside that run. Call data_parallel() for each Trial."
+            )
+        self._is_entered = True
         unsynchronised.begin_averaging(self)
-        self._losses.kinds = []
+        self._losses.clear()
         self._streams.enter()
+
+    def on_start(self, state: Any) -> None:
+        """A callback may train something of its own before the first epoch, or in evaluate."""
+        self._begin(state)
 
     def on_start_training(self, state: Any) -> None:
         """In each epoch anew: layers may have been added, moved or replaced in between."""
-        self._asks_to_stop, self._step = False, _Step()
-        self._accumulation.check(state[torchbearer.OPTIMIZER])
+        self._asks_to_stop = False
+        self._accumulation.check(state)
+        self._begin(state)
+
+    def _begin(self, state: Any) -> None:
+        self._step = _Step()
         group = membership.current()
         self._group = group if group is not None and group.member.world_size > 1 else None
         if self._group is not None:
@@ -195,6 +210,7 @@ class SyncGradients(OrderedCallback):
         self._state = self._group = None
         unsynchronised.end_averaging(self)
         self._streams.leave()
+        self._is_entered = False
 
     def state_dict(self) -> dict[str, Any]:
         """What was found out about the losses and their weights."""
@@ -202,7 +218,7 @@ class SyncGradients(OrderedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> SyncGradients:
         """Restores what was found out about the losses, as :meth:`state_dict` returned it."""
-        self._losses.kinds = list(state_dict.get("losses", []))
+        self._losses.restore(state_dict.get("losses", []))
         self._averager.regular = float(state_dict.get("regular", 0.0))
         return self
 
@@ -267,8 +283,8 @@ class SyncGradients(OrderedCallback):
         number = self._step.backwards
         if self._group is None and not self._accumulation.is_used:
             return Average.EQUAL, 1.0
-        self._losses.find(state, number)
         if self._step.weight is None:
+            self._losses.find(state, number)
             self._step.weight = self._losses.weight(state, number)
         return self._losses.average(number), self._step.weight
 
@@ -277,29 +293,35 @@ class SyncGradients(OrderedCallback):
         if self._state is not None and optimizer is self._state[torchbearer.OPTIMIZER]:
             self._step.backwards = 0
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Averages what an optimizer is about to use and no hook has averaged yet."""
         state = self._state
         if state is None:
-            return
+            return result
         is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self._step.backwards and optimizer.param_groups:
             # A closure that does not call on_backward, or that has skipped this batch.
             if all(p.grad is None for p in trained.parameters_of(optimizer)):
                 self._step.weight = 0.0
-            self._after_backward(state, result)
-        if self._averager.needs_average(optimizer):
-            weight = float(batch_size(state))
-            self._exchange(state, Average.WEIGHTED, weight, result, optimizer)
+            result = self._after_backward(state, result)
+        if self._averager.needs_average(optimizer, is_main=is_main):
+            if is_main:
+                number = max(0, self._step.backwards - 1)
+                average = self._losses.average(number)
+                weight = self._losses.weight(state, number)
+            else:
+                name = self._averager.name_of(optimizer)
+                average, weight = self._losses.of_another_optimizer(state, name)
+            result = self._exchange(state, average, weight, result, optimizer)
         self._averager.check_mixed(optimizer)
+        return result
 
-    def _after_backward(self, state: Any, loss: Any) -> None:
+    def _after_backward(self, state: Any, loss: Any) -> Any:
         average, weight = self._prepare(state)
         self._step.backwards += 1
         self._step.weight = None
         total = self._accumulation.hold(state, average, weight)
-        if total is not None:
-            self._exchange(state, average, total, loss)
+        return loss if total is None else self._exchange(state, average, total, loss)
 
     def _exchange(
         self,
@@ -308,21 +330,21 @@ class SyncGradients(OrderedCallback):
         weight: float,
         loss: Any,
         optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        """Averages new gradients, and agrees on what the header carries."""
+    ) -> Any:
+        """Averages new gradients, and agrees on what the header carries; returns the loss."""
         report, group = self._report(state, weight), self._group
         if group is None:
             self._step.agreed = report
-            return
+            return loss
         # Every rank must come to the same decision on how often to call the closure.
-        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER])
-        shared = decides and torch.is_tensor(loss)
-        if shared:
-            report.loss = float(loss.detach())
+        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER]) and loss is not None
+        if decides:
+            report.loss = float(loss)
         summary = self._step.agreed = self._averager.reduce(group, report, average, optimizer)
-        if shared:
-            with torch.no_grad():
-                loss.fill_(self._averager.loss(average, summary))
+        if not decides:
+            return loss
+        agreed = self._averager.loss(average, summary)
+        return loss.detach().fill_(agreed) if torch.is_tensor(loss) else agreed
 
     def _report(self, state: Any, weight: float) -> RankReport:
         """What this rank reports to the others at this step."""

@@ -40,9 +40,9 @@ def _method(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
         callbacks = self.state[torchbearer.CALLBACK_LIST]
-        self._depth += 1  # a callback may evaluate within a run
-        if self._depth == 1:
+        if not self._depth:  # a callback may evaluate within a run
             callbacks.enter()
+        self._depth += 1
         try:
             return original(self, *args, **kwargs)
         finally:

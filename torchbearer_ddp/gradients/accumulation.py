@@ -13,6 +13,7 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.gradients.weights import Average, counts_nothing
+from torchbearer_ddp.group import trained
 
 
 class Accumulation:
@@ -49,18 +50,28 @@ class Accumulation:
         """True between a batch whose gradients were taken away and the step on them."""
         return self._batches_done > 0
 
-    def check(self, optimizer: Any) -> None:
+    def check(self, state: Any) -> None:
         """Refuses what cannot be added up over several batches."""
-        if self._batches > 1 and closure_decides(optimizer):
+        if self._batches == 1:
+            return
+        optimizer = state[torchbearer.OPTIMIZER]
+        if closure_decides(optimizer):
             raise ValueError(
                 "accumulate does not work with LBFGS, which calls its closure several times for "
                 "each batch. Use a larger batch instead."
             )
-        if self._batches > 1 and not optimizer.param_groups:
+        if not optimizer.param_groups:
             raise ValueError(
                 "accumulate adds up what the optimizer of the Trial trains, but the Trial has "
                 "none. Give the Trial its optimizer, or use a larger batch instead."
             )
+        model = {id(parameter) for parameter in state[torchbearer.MODEL].parameters()}
+        for name, other in trained.optimizers(state).items():
+            if other is not optimizer and model & set(map(id, trained.parameters_of(other))):
+                raise ValueError(
+                    f"accumulate adds up what the optimizer of the Trial trains, but {name} trains "
+                    "parameters of the model too, at every batch. Use a larger batch instead."
+                )
 
     def goes_on(self, state: Any) -> bool:
         """True if the gradients of this batch wait for those of the next one."""

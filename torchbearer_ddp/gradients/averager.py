@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients.exchange import Trained
-from torchbearer_ddp.gradients.header import MAX_GROUPS, RankReport, StepSummary
+from torchbearer_ddp.gradients.header import MAX_GROUPS, MODULUS, RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import GradientOrder, Marks
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.weights import Average, Weights
@@ -34,11 +35,10 @@ class Averager:
         self._skip = list(skip)
         self._marks = Marks()
         self._parameters: trained.Named = []
-        self._optimizers: dict[int, str] = {}
+        #: Optimizers and their names; they are kept, so that none gets the identity of another.
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, str]] = {}
         #: All parameters, also those that are left out.
         self._known: set[int] = set()
-        #: The parameters of each optimizer, with the sizes of its groups when they were read.
-        self._own: dict[int, tuple[list[int] | None, frozenset[int]]] = {}
         #: The number of the optimizer that trains a parameter, and the group of an optimizer.
         self._owner: dict[int, int] = {}
         self._groups: dict[int, int] = {}
@@ -48,6 +48,8 @@ class Averager:
         self._strangers: trained.Named = []
         #: Optimizers, by number, whose own step has made an exchange.
         self._at_step: set[int] = set()
+        #: Optimizers that have made a step.
+        self._stepped: set[int] = set()
         #: Optimizers whose gradients were averaged since their last step.
         self._done: set[int] = set()
         #: Groups whose gradients are a sum on top of a sum.
@@ -78,16 +80,24 @@ class Averager:
         kinds: list[Any] = [(name, *_kind(parameter)) for name, parameter in found]
         kinds.append([id(each) for each in optimizers.values()])
         if kinds != self._kinds:
+            before = self._known
             self.forget()
             self._kinds = kinds
             self._parameters = found
-            self._optimizers = {id(each): name for name, each in optimizers.items()}
+            if before:  # in this run: each rank has made them with its own random numbers
+                self._strangers = [(name, p) for name, p in found if id(p) not in before]
+            self._optimizers = {id(each): (each, name) for name, each in optimizers.items()}
             for number, optimizer in enumerate(optimizers.values()):
                 for parameter in trained.parameters_of(optimizer):
                     self._owner.setdefault(id(parameter), number)
             left_out = [p for each in [*self._skip, *wrapped] for p in trained.parameters_of(each)]
             self._known = {id(p) for p in [*left_out, *(p for _, p in found)]}
             self._order = GradientOrder([parameter for _, parameter in found])
+
+    def name_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """The name of an optimizer, for messages."""
+        self._number(optimizer)
+        return self._optimizers[id(optimizer)][1]
 
     def begin_step(self) -> None:
         """Begins a step: an average of the step before is no average of this one."""
@@ -101,23 +111,28 @@ class Averager:
             self.reducer.begin(average, weight)
             self._is_current = True
 
-    def needs_average(self, optimizer: torch.optim.Optimizer) -> bool:
+    def needs_average(self, optimizer: torch.optim.Optimizer, *, is_main: bool) -> bool:
         """True if an optimizer is about to step on gradients that were not averaged.
 
-        The same on every rank where all ranks step: an optimizer that made an exchange once at its
-        step makes one at every step, also on a rank that has no gradient for it this time.
+        The same on every rank where all ranks step: an optimizer other than the Trial's makes an
+        exchange at its first step, and at every step after one that it has made, also on a rank
+        that has no gradient for it this time; unless the Trial's backward has averaged them.
         """
         number = self._number(optimizer)
         done = number in self._done
         self._done.discard(number)
         own = self._take_in(optimizer)
+        if not own:
+            return False
+        expected = number in self._at_step or (not is_main and number not in self._stepped)
+        self._stepped.add(number)
         if self.reducer is None:
             known = [parameter for _, parameter in self._parameters if id(parameter) in own]
             new = any(parameter.grad is not None for parameter in known)
         else:
             outside = [p for p in self._outside if id(p) in own]
             new = self.reducer.has_new_gradient(own) or any(map(self._is_new, outside))
-        if new or (number in self._at_step and not done):
+        if new or (expected and not done):
             self._at_step.add(number)
             return True
         return False
@@ -139,16 +154,20 @@ class Averager:
         """
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._number(optimizer) + 1
-        report.frozen = sum(not parameter.requires_grad for _, parameter in self._parameters)
+        only = None if optimizer is None else self._take_in(optimizer)
+        flags = bytes(parameter.requires_grad for _, parameter in self._parameters)
+        report.frozen = zlib.crc32(flags) % MODULUS
         if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
             self._remake(group, report)
         self._is_current = False
-        report.regroup = any(map(self._is_new, self._outside))
-        summary = self._reduce(group, report, average)
+        report.regroup = any(
+            self._is_new(each) for each in self._outside if only is None or id(each) in only
+        )
+        summary = self._reduce(group, report, average, only)
         if summary.regroup:
             self._remake(group, report)
             report.regroup = False
-            summary = self._reduce(group, report, average)
+            summary = self._reduce(group, report, average, only)
         averaged = [n for n in range(len(self._optimizers)) if summary.groups >> self._group(n) & 1]
         self._done.update(averaged)
         self._done.discard(report.site - 1)
@@ -169,8 +188,8 @@ class Averager:
             raise DesyncError(
                 f"The loss is a sum, and {type(optimizer).__name__} is about to step on gradients "
                 "to which backward added after they were summed over the ranks, so the first part "
-                "would count once for each rank. Call zero_grad() before each backward pass, and "
-                "use SyncGradients(accumulate=...) to add up batches."
+                "would count once for each rank. Call zero_grad(set_to_none=True), as is the "
+                "default, before each backward pass; SyncGradients(accumulate=...) adds up batches."
             )
 
     def forget(self) -> None:
@@ -180,8 +199,9 @@ class Averager:
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
-        self._optimizers, self._owner, self._groups, self._own = {}, {}, {}, {}
-        self._at_step, self._done, self._mixed = set(), set(), 0
+        self._known = set()
+        self._optimizers, self._owner, self._groups = {}, {}, {}
+        self._at_step, self._stepped, self._done, self._mixed = set(), set(), set(), 0
 
     def close(self) -> None:
         """Releases the buckets; the gradients stay valid, in memory of their own."""
@@ -196,20 +216,16 @@ class Averager:
         """The number of an optimizer; one that is not known yet is taken in."""
         if id(optimizer) not in self._optimizers:
             name = f"{type(optimizer).__name__} number {len(self._optimizers)}"
-            self._optimizers[id(optimizer)] = name
+            self._optimizers[id(optimizer)] = optimizer, name
         return list(self._optimizers).index(id(optimizer))
 
     def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Adds parameters of an optimizer that are not known yet; returns all of its own."""
-        sizes = [len(each["params"]) for each in optimizer.param_groups]
-        known_sizes, identities = self._own.get(id(optimizer), (None, frozenset()))
-        if sizes == known_sizes:
-            return identities
         own = trained.parameters_of(optimizer)
         identities = frozenset(map(id, own))
-        self._own[id(optimizer)] = sizes, identities
         if not identities <= self._known:
-            name, number = self._optimizers[id(optimizer)], self._number(optimizer)
+            number = self._number(optimizer)
+            _, name = self._optimizers[id(optimizer)]
             new = [parameter for parameter in own if id(parameter) not in self._known]
             named = [(f"{name}, parameter {index}", each) for index, each in enumerate(new)]
             self._parameters = [*self._parameters, *named]
@@ -227,8 +243,9 @@ class Averager:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
         return self._groups.get(number, 0)
 
-    def _reduce(self, group: Group, report: RankReport, average: Average) -> StepSummary:
-        only = self._group(report.site - 1) if report.site else None
+    def _reduce(
+        self, group: Group, report: RankReport, average: Average, only: frozenset[int] | None
+    ) -> StepSummary:
         summary = self.reducer.reduce(report, average, only)  # type: ignore[union-attr]
         self._check(group, summary)
         self._mixed &= ~summary.groups
@@ -255,13 +272,17 @@ class Averager:
     def _place(self, site: int) -> str:
         if not site:
             return "after a backward pass"
-        return f"before the step of {list(self._optimizers.values())[site - 1]}"
+        names = [name for _, name in self._optimizers.values()]
+        return f"before the step of {names[site - 1] if site <= len(names) else 'another one'}"
 
     def _agree_on_frozen(self, **extra: Any) -> list[dict[str, Any]]:
         return collectives.agree(
-            {name: parameter.requires_grad for name, parameter in self._parameters},
-            "requires_grad of the parameters",
-            "Freeze and unfreeze the same parameters on every rank at the same step.",
+            {
+                name: f"{tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
+                for name, parameter in self._parameters
+            },
+            "what is trained",
+            "Train, freeze and unfreeze the same parameters on every rank at the same step.",
             extra=extra,
         )
 
@@ -275,12 +296,14 @@ class Averager:
             sparse=[i for i, p in indexed if p.grad is not None and p.grad.is_sparse],
             strangers=replicas.fingerprint(self._strangers),
             weight=report.weight,
+            regular=self.regular,
         )
         if any(each["failed"] for each in everyone):
             group.renew_gradients()
         self._failed = False
         self._align_strangers([each["strangers"] for each in everyone])
-        self.regular = self.regular or max(each["weight"] for each in everyone) or 1.0
+        weights = [each["weight"] for each in everyone]
+        self.regular = max(each["regular"] for each in everyone) or max(weights) or 1.0
         active = {index for each in everyone for index in each["active"]}
         sparse = {index for each in everyone for index in each["sparse"]}
         first = everyone[0]["order"]  # rank zero's order for all

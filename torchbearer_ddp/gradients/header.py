@@ -16,7 +16,7 @@ import numpy.typing
 import torch
 
 #: Numbers up to twice this are exact in single precision.
-_MODULUS = 2**22
+MODULUS = 2**22
 #: So many yes-or-no marks fit one number that is exact in single precision.
 MAX_WISHES = 20
 MAX_GROUPS = 20
@@ -40,7 +40,7 @@ class RankReport:
             about to step.
         groups: One bit for each group of parameters that has gradients to average.
         mixed: One bit for each group with gradients that were added to an average.
-        frozen: The number of parameters that do not require a gradient.
+        frozen: A checksum of which parameters require a gradient.
         failed: True if the backward pass of this exchange failed after some buckets were sent.
         regroup: True if a parameter outside all buckets has a gradient.
     """
@@ -77,7 +77,7 @@ class StepSummary:
         losses: Each rank's loss.
         batches: Each rank's batch.
         sites: Each rank's site.
-        frozen: Each rank's number of frozen parameters.
+        frozen: Each rank's checksum of which parameters are frozen.
         failed: The ranks whose backward pass failed.
         stop: True if any rank asked to stop.
         signal: The largest signal number any rank has received, or 0.
@@ -109,7 +109,7 @@ class StepSummary:
 
     def in_step(self, step: int) -> bool:
         """True if every rank is at this step."""
-        return all(each == step % _MODULUS for each in self.steps)
+        return all(each == step % MODULUS for each in self.steps)
 
 
 class Header:
@@ -133,7 +133,7 @@ class Header:
         values = self._values
         values[: self._rows] = 0
         step, *others = vars(report).values()
-        values[self._mine] = (step % _MODULUS, *others)
+        values[self._mine] = (step % MODULUS, *others)
         values[self._rows :] = 1 if used is None else used
         if not self._on_host:
             self._place.copy_(torch.from_numpy(values))

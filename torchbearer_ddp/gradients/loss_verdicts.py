@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torchbearer
 
+from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.gradients.loss import Verdict, classify, combine, divisor
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
@@ -50,10 +51,21 @@ class LossVerdicts:
         self._chosen = "mean" if weight is not None and loss is None else loss
         self._weight = weight
         self._equal = weighted is False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was found: a run begins."""
         #: The kinds found so far, in the order of the backward passes of a step.
         self.kinds: list[str] = []
+        #: The criterion of each; None for one that was found before a restart.
+        self._criteria: list[Any] = []
         self._tries = 0
         self._seen = 0
+        self._taken_for_means: set[str] = set()
+
+    def restore(self, kinds: list[str]) -> None:
+        """Takes what was found before a restart."""
+        self.kinds, self._criteria = list(kinds), [None] * len(kinds)
 
     def kind(self, number: int = 0) -> str | None:
         """The kind of one loss of a step; None as long as it is not known."""
@@ -74,15 +86,34 @@ class LossVerdicts:
         kind = self.kind(number) or "unknown"
         return as_sent(divisor(state.get(torchbearer.CRITERION), state, kind))
 
+    def of_another_optimizer(self, state: Any, name: str) -> tuple[Average, float]:
+        """How the gradients count that an optimizer steps on outside of the Trial's closure.
+
+        Their loss is not known: what the user has decided for all losses holds for it, or it is
+        taken for a mean, with a line that names the optimizer.
+        """
+        if self._chosen is None and name not in self._taken_for_means:
+            self._taken_for_means.add(name)
+            announce(
+                f"{name} steps on a loss of its own, which is taken for a mean over the samples of "
+                "the batch; SyncGradients(loss=...) decides it for all losses"
+            )
+        average = Average.EQUAL if self._equal else Average.WEIGHTED
+        if self._chosen == "sum":
+            average = Average.SUM
+        weight = self._weight(state) if self._weight is not None else batch_size(state)
+        return average, as_sent(float(weight))
+
     def find(self, state: Any, number: int) -> None:
         """Finds the kind of a loss right after it was computed; collective the first times."""
-        if self.kind(number) is not None:
+        criterion = state.get(torchbearer.CRITERION)
+        if self._chosen is not None or self._is_known(number, criterion):
             return
         loss = state.get(torchbearer.LOSS)
         is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
         self._seen = id(loss)
         mine = (
-            classify(state[torchbearer.CRITERION], state)
+            classify(criterion, state)
             if is_new
             else Verdict("unknown", "the closure keeps it under a key of its own")
         )
@@ -91,7 +122,19 @@ class LossVerdicts:
         self._tries += 1
         if agreed.later and self._tries < _TRIES:
             return
+        late = self._tries > 1 and agreed.kind == "sum"
         self._tries = 0
-        self.kinds.append(agreed.kind)
+        self.kinds[number:] = [agreed.kind]
+        self._criteria[number:] = [criterion]
+        if late:
+            announce("the gradients of the steps before were averaged, not added: " + _PAGE)
         if line := _LINES.get(agreed.kind):
             announce(line.format(ranks=collectives.world_size(), reason=agreed.reason))
+
+    def _is_known(self, number: int, criterion: Any) -> bool:
+        """True if the loss of a backward pass was found; a Trial may change its criterion."""
+        if number >= len(self.kinds):
+            return False
+        if self._criteria[number] is None:
+            self._criteria[number] = criterion
+        return self._criteria[number] is criterion

@@ -12,8 +12,9 @@ from torchbearer_ddp.group import local_work
 
 #: Called with the optimizer.
 BeforeClosure = Callable[[torch.optim.Optimizer], None]
-#: Called with the optimizer, and with what its closure returned if it has one.
-BeforeUpdate = Callable[[torch.optim.Optimizer, Any], None]
+#: Called with the optimizer, and with what its closure returned if it has one; what it returns is
+#: the closure's result.
+BeforeUpdate = Callable[[torch.optim.Optimizer, Any], Any]
 
 
 class OptimizerSteps:
@@ -51,9 +52,7 @@ class OptimizerSteps:
 
         def closure_and_average() -> Any:
             self._before_closure(optimizer)
-            result = closure()
-            self._before_update(optimizer, result)
-            return result
+            return self._before_update(optimizer, closure())
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure_and_average}

@@ -171,13 +171,13 @@ class Reducer:
         self,
         report: RankReport,
         average: Average = Average.WEIGHTED,
-        only: int | None = None,
+        only: frozenset[int] | None = None,
     ) -> StepSummary:
         """Replaces every new gradient by its average over all ranks.
 
         A parameter that no rank used keeps its ``grad``; where only some ranks used it, the others
         count as zero. The step, the time and the groups are filled into the report here; with
-        ``only`` no group but this one is averaged.
+        ``only`` no parameters but these are averaged.
 
         Raises:
             DesyncError: If the ranks are not at the same step.
@@ -186,11 +186,9 @@ class Reducer:
         report.step, report.seconds = self._step, started - self._since
         sent, report.again = self._hooks.disarm()
         self._begun = True
-        used = self._find_new(report)
+        used = self._find_new(report, only)
         # A backward pass that failed has sent a part of its gradients, and nothing is left of them.
-        report.failed = sent > 0 and not any(used)
-        if only is not None:
-            report.groups &= 1 << only
+        report.failed = sent > 0 and all(each.grad is None for each in self._parameters)
         exchange = Exchange(report, used, average, counts_nothing(average, report.weight))
         exchange.empty |= report.failed
         summary = self._exchange(exchange, sent)
@@ -208,10 +206,10 @@ class Reducer:
         self.timing = Timing(report.seconds, waiting, max(0.0, self._since - started - waiting))
         return summary
 
-    def _find_new(self, report: RankReport) -> list[bool]:
+    def _find_new(self, report: RankReport, only: frozenset[int] | None) -> list[bool]:
         """Which parameters have a gradient to average; fills in the groups they are in."""
         marks = self._marks
-        if self._every_identity <= marks.changed and not marks.mixed:
+        if only is None and self._every_identity <= marks.changed and not marks.mixed:
             # The usual case, in one go.
             gradients = [parameter.grad for parameter in self._parameters]
             used = [each is not None and not each.is_sparse for each in gradients]
@@ -219,7 +217,7 @@ class Reducer:
                 return used
         used = []
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            new = marks.needs_average(parameter, view)
+            new = (only is None or id(parameter) in only) and marks.needs_average(parameter, view)
             if new and view is not None and parameter.grad.is_sparse:  # type: ignore[union-attr]
                 new, report.regroup = False, True
             used.append(new)
@@ -322,8 +320,12 @@ class Reducer:
         if sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]:
             factor = self._weights.of(average, report.weight) * correction
             sparse.reduce(sparse_used, 0.0 if exchange.empty else factor)
-        for group in groups:
-            self._marks.note_average(self._identities[group])
+        if all(exchange.used):
+            self._marks.note_average(self._every_identity)
+        else:
+            self._marks.note_average(
+                frozenset(id(self._parameters[i]) for i in exchange.indices if marks[i])
+            )
         self._step += 1
 
 
