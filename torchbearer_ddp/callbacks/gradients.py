@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -11,33 +10,14 @@ import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.data.run_streams import RunStreams
-from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
+from torchbearer_ddp.gradients.accumulation import Accumulation
 from torchbearer_ddp.gradients.averager import Averager
-from torchbearer_ddp.gradients.header import RankReport, StepSummary
+from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
-from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
 from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
+from torchbearer_ddp.gradients.step_exchange import StepExchange
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
-from torchbearer_ddp.gradients.weights import Average
-from torchbearer_ddp.gradients.wishes import Wishes
-from torchbearer_ddp.group import collectives, membership, stop_request, trained, unsynchronised
-from torchbearer_ddp.group.membership import Group
-
-
-@dataclass
-class _Step:
-    """What is known of the running step.
-
-    Attributes:
-        backwards: How many backward passes the running call of the closure has made.
-        weight: What the loss of the next backward pass divides by; None if on_criterion was not
-            called for it.
-        agreed: What the last exchange has agreed; a single rank agrees with itself.
-    """
-
-    backwards: int = 0
-    weight: float | None = None
-    agreed: RankReport | StepSummary = field(default_factory=RankReport)
+from torchbearer_ddp.group import collectives, stop_request, unsynchronised
 
 
 class SyncGradients(OrderedCallback):
@@ -121,16 +101,16 @@ class SyncGradients(OrderedCallback):
             )
         bucket_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
         self.skip = list(skip)
-        self._averager = Averager(Options(transport, bucket_bytes, compress), self.skip)
-        self._accumulation = Accumulation(accumulate)
-        self._losses = LossVerdicts(loss, weight, weighted)
-        self._steps = OptimizerSteps(self._before_closure, self._before_update)
-        self._wishes = Wishes()
-        self._asks_to_stop = False
-        self._step = _Step()
-        #: The state of the run that trains, and its group if it has several ranks; None outside.
-        self._state: Any = None
-        self._group: Group | None = None
+        for each in self.skip:
+            if not isinstance(each, torch.nn.Module | torch.nn.Parameter | torch.optim.Optimizer):
+                raise ValueError(
+                    f"skip has {each!r}: give modules, parameters or optimizers, not their names."
+                )
+        self._exchange = StepExchange(
+            Averager(Options(transport, bucket_bytes, compress), self.skip),
+            Accumulation(accumulate),
+            LossVerdicts(loss, weight, weighted),
+        )
         self._streams = RunStreams()
         self._is_entered = False
 
@@ -143,54 +123,40 @@ class SyncGradients(OrderedCallback):
             )
         self._is_entered = True
         unsynchronised.begin_averaging(self)
-        self._losses.clear()
+        self._exchange.losses.clear()
         self._streams.enter()
 
     def on_start(self, state: Any) -> None:
         """A callback may train something of its own before the first epoch, or in evaluate."""
-        self._begin(state)
+        self._exchange.begin(state)
 
     def on_start_training(self, state: Any) -> None:
         """In each epoch anew: layers may have been added, moved or replaced in between."""
-        self._asks_to_stop = False
-        self._accumulation.check(state)
-        self._begin(state)
-
-    def _begin(self, state: Any) -> None:
-        self._step = _Step()
-        group = membership.current()
-        self._group = group if group is not None and group.member.world_size > 1 else None
-        if self._group is not None:
-            self._state = state
-            self._averager.track(state)
-            self._steps.watch()
+        self._exchange.asks_to_stop = False
+        self._exchange.accumulation.check(state)
+        self._exchange.begin(state)
 
     def on_sample(self, state: Any) -> None:
         """The first hook of a step, in which nothing is agreed yet."""
-        self._step = _Step()
-        self._averager.begin_step()
+        self._exchange.begin_step()
 
     def on_criterion(self, state: Any) -> None:
         """Right before backward: from here on a full bucket may travel while backward runs."""
-        average, weight = self._prepare(state)
-        self._accumulation.restore(average, weight)
-        # Gradients of several batches are not complete before they are divided.
-        if not self._accumulation.holds_gradients and not self._accumulation.goes_on(state):
-            self._averager.begin(average, weight)
+        self._exchange.before_backward(state)
 
     def on_backward(self, state: Any) -> None:
         """Right after backward: the gradients are complete and no callback has used them yet."""
-        self._after_backward(state, state.get(torchbearer.LOSS))
+        self._exchange.after_backward(state, state.get(torchbearer.LOSS))
 
     def on_step_training(self, state: Any) -> None:
         """After every callback that may ask to stop at this step."""
-        if self._group is None:
+        if self._exchange.group is None:
             if stop_request.requested():
                 state[torchbearer.STOP_TRAINING] = True
             return
-        self._asks_to_stop = self._asks_to_stop or bool(state[torchbearer.STOP_TRAINING])
+        self._exchange.asks_to_stop |= bool(state[torchbearer.STOP_TRAINING])
         # The other ranks do not know of a new request yet: all leave the loop at the next exchange.
-        state[torchbearer.STOP_TRAINING] = self._step.agreed.stop
+        state[torchbearer.STOP_TRAINING] = self._exchange.step.agreed.stop
         self._note_signal()
 
     def on_end_training(self, state: Any) -> None:
@@ -203,23 +169,22 @@ class SyncGradients(OrderedCallback):
 
     def leave(self) -> None:
         """Ends what a run has changed for the whole process; gradients get memory of their own."""
-        self._steps.close()
-        self._averager.forget()
-        self._averager.regular = 0.0
-        self._accumulation.clear()
-        self._state = self._group = None
+        self._exchange.end()
         unsynchronised.end_averaging(self)
         self._streams.leave()
         self._is_entered = False
 
     def state_dict(self) -> dict[str, Any]:
         """What was found out about the losses and their weights."""
-        return {"losses": list(self._losses.kinds), "regular": self._averager.regular}
+        return {
+            "losses": list(self._exchange.losses.kinds),
+            "regular": self._exchange.averager.regular,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> SyncGradients:
         """Restores what was found out about the losses, as :meth:`state_dict` returned it."""
-        self._losses.restore(state_dict.get("losses", []))
-        self._averager.regular = float(state_dict.get("regular", 0.0))
+        self._exchange.losses.restore(state_dict.get("losses", []))
+        self._exchange.averager.regular = float(state_dict.get("regular", 0.0))
         return self
 
     def register_wish(self, poll: Callable[[], bool]) -> int:
@@ -234,7 +199,7 @@ class SyncGradients(OrderedCallback):
         Returns:
             The number of the wish, for :meth:`granted`.
         """
-        return self._wishes.register(poll)
+        return self._exchange.wishes.register(poll)
 
     def granted(self, wish: int) -> bool:
         """True on all ranks alike if any rank had this wish at the last exchange of this step.
@@ -244,7 +209,7 @@ class SyncGradients(OrderedCallback):
         Args:
             wish: What :meth:`register_wish` returned.
         """
-        return bool(self._step.agreed.wishes >> wish & 1)
+        return bool(self._exchange.step.agreed.wishes >> wish & 1)
 
     @property
     def loss_kind(self) -> str | None:
@@ -252,21 +217,21 @@ class SyncGradients(OrderedCallback):
 
         None as long as it is not known.
         """
-        return self._losses.kind()
+        return self._exchange.losses.kind()
 
     def loss_divisor(self, state: Any) -> float:
         """What the loss of the batch in a state divides by: samples, weights, ``weight``."""
-        return self._losses.weight(state, 0)
+        return self._exchange.losses.weight(state, 0)
 
     @property
     def stop_signal(self) -> int:
         """The signal for which all ranks stop, as last agreed at this step or after it; or 0."""
-        return self._step.agreed.signal
+        return self._exchange.step.agreed.signal
 
     @property
     def holds_gradients(self) -> bool:
         """True while gradients of some batches wait for those of the next ones."""
-        return self._accumulation.holds_gradients
+        return self._exchange.accumulation.holds_gradients
 
     @property
     def timing(self) -> Timing:
@@ -276,97 +241,21 @@ class SyncGradients(OrderedCallback):
     @property
     def reducer(self) -> Reducer | None:
         """What averages the gradients; None before the first exchange of a run and after it."""
-        return self._averager.reducer
-
-    def _prepare(self, state: Any) -> tuple[Average, float]:
-        """How the gradients of the coming or the last backward pass count."""
-        number = self._step.backwards
-        if self._group is None and not self._accumulation.is_used:
-            return Average.EQUAL, 1.0
-        if self._step.weight is None:
-            self._losses.find(state, number)
-            self._step.weight = self._losses.weight(state, number)
-        return self._losses.average(number), self._step.weight
-
-    def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer may call its closure more than once for one batch."""
-        if self._state is not None and optimizer is self._state[torchbearer.OPTIMIZER]:
-            self._step.backwards = 0
-
-    def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
-        """Averages what an optimizer is about to use and no hook has averaged yet."""
-        state = self._state
-        if state is None:
-            return result
-        is_main = optimizer is state[torchbearer.OPTIMIZER]
-        if is_main and not self._step.backwards and optimizer.param_groups:
-            # A closure that does not call on_backward, or that has skipped this batch.
-            if all(p.grad is None for p in trained.parameters_of(optimizer)):
-                self._step.weight = 0.0
-            result = self._after_backward(state, result)
-        if self._averager.needs_average(optimizer, is_main=is_main):
-            if is_main:
-                number = max(0, self._step.backwards - 1)
-                average = self._losses.average(number)
-                weight = self._losses.weight(state, number)
-            else:
-                name = self._averager.name_of(optimizer)
-                average, weight = self._losses.of_another_optimizer(state, name)
-            result = self._exchange(state, average, weight, result, optimizer)
-        self._averager.check_mixed(optimizer)
-        return result
-
-    def _after_backward(self, state: Any, loss: Any) -> Any:
-        average, weight = self._prepare(state)
-        self._step.backwards += 1
-        self._step.weight = None
-        total = self._accumulation.hold(state, average, weight)
-        return loss if total is None else self._exchange(state, average, total, loss)
-
-    def _exchange(
-        self,
-        state: Any,
-        average: Average,
-        weight: float,
-        loss: Any,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> Any:
-        """Averages new gradients, and agrees on what the header carries; returns the loss."""
-        report, group = self._report(state, weight), self._group
-        if group is None:
-            self._step.agreed = report
-            return loss
-        # Every rank must come to the same decision on how often to call the closure.
-        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER]) and loss is not None
-        if decides:
-            report.loss = float(loss)
-        summary = self._step.agreed = self._averager.reduce(group, report, average, optimizer)
-        if not decides:
-            return loss
-        agreed = self._averager.loss(average, summary)
-        return loss.detach().fill_(agreed) if torch.is_tensor(loss) else agreed
-
-    def _report(self, state: Any, weight: float) -> RankReport:
-        """What this rank reports to the others at this step."""
-        signal = stop_request.requested() or 0
-        report = RankReport(stop=self._asks_to_stop or signal > 0, signal=signal, weight=weight)
-        report.batch = state.get(torchbearer.BATCH) or 0
-        report.wishes = self._wishes.bits()
-        return report
+        return self._exchange.averager.reducer
 
     def _agree(self, state: Any, name: str) -> None:
         """Agrees on a stop where no gradient can carry the request."""
         if collectives.world_size() == 1:
             return
         signal = stop_request.requested() or 0
-        asks = self._asks_to_stop or bool(state[torchbearer.STOP_TRAINING]) or signal > 0
+        asks = self._exchange.asks_to_stop or bool(state[torchbearer.STOP_TRAINING]) or signal > 0
         everyone = collectives.all_gather((asks, signal), name)
         stop, signal = any(ask for ask, _ in everyone), max(number for _, number in everyone)
-        self._step.agreed = RankReport(stop=stop, signal=signal)
-        self._asks_to_stop = state[torchbearer.STOP_TRAINING] = stop
+        self._exchange.step.agreed = RankReport(stop=stop, signal=signal)
+        self._exchange.asks_to_stop = state[torchbearer.STOP_TRAINING] = stop
         self._note_signal()
 
     def _note_signal(self) -> None:
         """Lets this rank stop for the same signal as the others."""
-        if self._step.agreed.signal:
-            stop_request.request(self._step.agreed.signal)
+        if self._exchange.step.agreed.signal:
+            stop_request.request(self._exchange.step.agreed.signal)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torchbearer
+from torch.nn.parameter import is_lazy
 
 from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
@@ -60,8 +62,14 @@ class SyncModel(OrderedCallback):
         """Compares at the start: weights may have been loaded, moved or initialised since init."""
         if collectives.world_size() == 1:
             return
+        _refuse_lazy(state)
         tensors = _replicated(state)
-        optimizers = trained.optimizers(state)
+        local = {id(p) for each in _skipped(state) for p in trained.parameters_of(each)}
+        optimizers = {
+            name: each
+            for name, each in trained.optimizers(state).items()
+            if local.isdisjoint(map(id, trained.parameters_of(each)))
+        }
         states = [(f"the state of {n}", _checksums(each)) for n, each in optimizers.items()]
         compared = [*tensors, *states]
         history = state[torchbearer.HISTORY]
@@ -89,9 +97,10 @@ class SyncModel(OrderedCallback):
         """After the last step and before validation: BatchNorm statistics are averaged here."""
         if collectives.world_size() == 1:
             return
-        skipped = {id(inner) for each in _skipped(state) for inner in _modules_of(each)}
-        modules = [m for m in trained.modules(state).values() if id(m) not in skipped]
-        replicas.align_buffers(torch.nn.ModuleList(modules))
+        _agree_on_tensors(state)
+        modules = torch.nn.ModuleList(trained.modules(state).values())
+        local = [buffer for each in _skipped(state) for buffer in _buffers_of(each)]
+        replicas.align_buffers(modules, local)
         epoch = state[torchbearer.EPOCH]
         if self._check and (epoch + 1) % self._check == 0:
             tensors = _replicated(state)
@@ -114,14 +123,38 @@ def _skipped(state: Any) -> list[Any]:
     return [each for c in callbacks if isinstance(c, SyncGradients) for each in c.skip]
 
 
-def _modules_of(thing: Any) -> list[torch.nn.Module]:
-    return list(thing.modules()) if isinstance(thing, torch.nn.Module) else []
+def _buffers_of(thing: Any) -> list[torch.Tensor]:
+    return list(thing.buffers()) if isinstance(thing, torch.nn.Module) else []
+
+
+def _agree_on_tensors(state: Any) -> None:
+    """Names what only some ranks have, before any tensor is exchanged."""
+    shapes = _shapes(_replicated(state))
+    checksum = zlib.crc32(repr(shapes).encode())
+    if len(set(collectives.all_gather(checksum, "what is trained, after an epoch"))) > 1:
+        collectives.agree(
+            shapes,
+            "what is trained",
+            "Keep the same modules in the state and on callbacks of every rank; what is rank "
+            "zero's alone belongs into a callback in RankZeroOnly, or into SyncGradients(skip=...)",
+        )
 
 
 def _replicated(state: Any) -> replicas.Named:
     """Parameters and buffers, which must be equal on all ranks."""
     skip = _skipped(state)
-    return [*trained.parameters(state, skip), *trained.buffers(state, skip)]
+    tensors: replicas.Named = [*trained.parameters(state, skip), *trained.buffers(state, skip)]
+    return [(name, tensor) for name, tensor in tensors if not is_lazy(tensor)]
+
+
+def _refuse_lazy(state: Any) -> None:
+    """Parameters that get their shape in a run would get other values on each rank."""
+    lazy = [name for name, parameter in trained.parameters(state) if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]} has no shape yet (a lazy module): it would get its values during the run, "
+            "from each rank's own random numbers. Pass one batch through the model before run()."
+        )
 
 
 def _shapes(tensors: replicas.Named) -> dict[str, str]:

@@ -60,7 +60,7 @@ class Averager:
         self._is_current = False
         #: True if messages of a backward pass that failed are still under way.
         self._failed = False
-        self._announced = False
+        self._announced = self._named_hooks = False
         #: None until the first exchange, and after :meth:`close`.
         self.reducer: Reducer | None = None
 
@@ -248,6 +248,10 @@ class Averager:
     ) -> StepSummary:
         summary = self.reducer.reduce(report, average, only)  # type: ignore[union-attr]
         self._check(group, summary)
+        if max(summary.weights) > self.regular:
+            # A larger one than any so far, perhaps after a first batch that was short.
+            self.regular = max(summary.weights)
+            self._set_weights(group)
         self._mixed &= ~summary.groups
         if average is Average.SUM:
             self._mixed |= summary.mixed
@@ -323,9 +327,24 @@ class Averager:
             Weights(group.member.world_size, self.regular),
             self._marks,
         )
+        self._name_hooks()
         if not self._announced:
             announce(self.reducer.choice)
             self._announced = True
+
+    def _set_weights(self, group: Group) -> None:
+        if self.reducer is not None:
+            self.reducer.weights = Weights(group.member.world_size, self.regular)
+
+    def _name_hooks(self) -> None:
+        """Says that hooks of the script act before the average: nothing can come before them."""
+        hooked = [name for name, parameter in self._parameters if parameter._backward_hooks]
+        if hooked and not self._named_hooks:
+            self._named_hooks = True
+            announce(
+                f"{hooked[0]} has a hook of the script (register_hook): it acts on each rank's own "
+                "gradient, before the average. Clip in a callback instead, which sees the average"
+            )
 
     def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
         """Gives every rank rank zero's values of parameters that appeared during the run."""

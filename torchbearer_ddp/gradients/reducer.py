@@ -74,7 +74,7 @@ class Reducer:
     ) -> None:
         member = group.member
         self._group = group
-        self._weights = weights or Weights(member.world_size)
+        self.weights = weights or Weights(member.world_size)
         self._marks = marks or Marks()
         self._parameters = [each.parameter for each in trained]
         self._groups = [each.group for each in trained]
@@ -164,7 +164,7 @@ class Reducer:
             if self._begun and all(parameter.grad is None for parameter in self._parameters):
                 self._abandon()
             self._begun = True
-        factor, empty = self._weights.of(average, weight), counts_nothing(average, weight)
+        factor, empty = self.weights.of(average, weight), counts_nothing(average, weight)
         self._hooks.arm(lambda index: self._start(index, factor, empty))
 
     def reduce(
@@ -277,7 +277,7 @@ class Reducer:
         return summary
 
     def _sum(self, indices: Sequence[int], sent: int, exchange: Exchange, wait: Wait) -> None:
-        factor = self._weights.of(exchange.average, exchange.report.weight)
+        factor = self.weights.of(exchange.average, exchange.report.weight)
         for index in indices[sent:]:
             # One by one: the first is already being summed while the next is filled.
             self._start(index, factor, exchange.empty)
@@ -304,7 +304,7 @@ class Reducer:
 
     def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
         average, report = exchange.average, exchange.report
-        correction = self._weights.correction(average, summary.weights)
+        correction = self.weights.correction(average, summary.weights)
         groups = [g for g in self._identities if summary.groups >> g & 1]
         if correction != 1.0:
             for bucket, tensor in zip(self._buckets, self._tensors, strict=True):
@@ -318,7 +318,7 @@ class Reducer:
             if parameter.grad is not gradient and (view is not None or not marks[index]):
                 parameter.grad = gradient
         if sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]:
-            factor = self._weights.of(average, report.weight) * correction
+            factor = self.weights.of(average, report.weight) * correction
             sparse.reduce(sparse_used, 0.0 if exchange.empty else factor)
         if all(exchange.used):
             self._marks.note_average(self._every_identity)

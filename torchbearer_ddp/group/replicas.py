@@ -69,10 +69,14 @@ def averaged_statistics(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def align_buffers(model: torch.nn.Module) -> None:
-    """Makes buffers equal on all ranks: averaged BatchNorm statistics, else rank zero's values."""
+def align_buffers(model: torch.nn.Module, local: Iterable[torch.Tensor] = ()) -> None:
+    """Makes buffers equal on all ranks: averaged BatchNorm statistics, else rank zero's values.
+
+    Those in ``local`` are left to each rank.
+    """
     averaged = averaged_statistics(model)
-    buffers = dict(model.named_buffers())
+    kept = set(map(id, local))
+    buffers = {n: buffer for n, buffer in model.named_buffers() if id(buffer) not in kept}
     for name in averaged.keys() & buffers:
         buffers.pop(name).copy_(averaged[name])
     collectives.broadcast_tensors(list(buffers.values()), "the buffers")

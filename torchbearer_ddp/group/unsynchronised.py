@@ -62,14 +62,12 @@ def end_averaging(averager: Any) -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if _Watch.averaging or local_work.inside() or not _trains(optimizer):
+    if _Watch.warned or _Watch.averaging or local_work.inside() or not _trains(optimizer):
         return
     rank, world_size = _place_in_world()
     if world_size == 1 or _averages_itself(optimizer):
         return
-    _Watch.warned = True
-    _Watch.hook.remove()
-    _Watch.hook = None
+    _Watch.warned = True  # the hook stays: torch is calling hooks, and may not lose one now
     if rank == 0:
         _warn(optimizer, world_size)
 

@@ -1,0 +1,172 @@
+"""The exchanges of a training step: after each backward pass, and before any optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torchbearer
+
+from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
+from torchbearer_ddp.gradients.averager import Averager
+from torchbearer_ddp.gradients.header import RankReport, StepSummary
+from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
+from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
+from torchbearer_ddp.gradients.weights import Average
+from torchbearer_ddp.gradients.wishes import Wishes
+from torchbearer_ddp.group import membership, stop_request, trained
+from torchbearer_ddp.group.membership import Group
+
+
+@dataclass
+class Step:
+    """What is known of the running step.
+
+    Attributes:
+        backwards: How many backward passes the running call of the closure has made.
+        weight: What the loss of the next backward pass divides by; None before it is known.
+        agreed: What the last exchange has agreed; a single rank agrees with itself.
+    """
+
+    backwards: int = 0
+    weight: float | None = None
+    agreed: RankReport | StepSummary = field(default_factory=RankReport)
+
+
+class StepExchange:
+    """Decides at each moment of a step what is averaged, and how.
+
+    Attributes:
+        averager: Averages what is new.
+        accumulation: Holds gradients of several batches.
+        losses: What is known of the losses.
+        wishes: What else every exchange carries.
+        step: The running step.
+        asks_to_stop: True if this rank asks all ranks to stop.
+        group: The group of a run with several ranks that is under way; else None.
+    """
+
+    def __init__(
+        self, averager: Averager, accumulation: Accumulation, losses: LossVerdicts
+    ) -> None:
+        self.averager = averager
+        self.accumulation = accumulation
+        self.losses = losses
+        self.wishes = Wishes()
+        self.step = Step()
+        self.asks_to_stop = False
+        self.group: Group | None = None
+        self._state: Any = None
+        self._optimizer_steps = OptimizerSteps(self._before_closure, self._before_update)
+
+    def begin(self, state: Any) -> None:
+        """Begins a run or an epoch: what is trained may have changed."""
+        self.step = Step()
+        group = membership.current()
+        self.group = group if group is not None and group.member.world_size > 1 else None
+        if self.group is not None:
+            self._state = state
+            self.averager.track(state)
+            self._optimizer_steps.watch()
+
+    def begin_step(self) -> None:
+        """Begins a step, in which nothing is agreed yet."""
+        self.step = Step()
+        self.averager.begin_step()
+
+    def end(self) -> None:
+        """Ends what a run has changed for the whole process; gradients get memory of their own."""
+        self._optimizer_steps.close()
+        self.averager.forget()
+        self.averager.regular = 0.0
+        self.accumulation.clear()
+        self._state = self.group = None
+
+    def before_backward(self, state: Any) -> None:
+        """From here on a full bucket may travel while backward runs."""
+        average, weight = self._prepare(state)
+        self.accumulation.restore(average, weight)
+        # Gradients of several batches are not complete before they are divided.
+        if not self.accumulation.holds_gradients and not self.accumulation.goes_on(state):
+            self.averager.begin(average, weight)
+
+    def after_backward(self, state: Any, loss: Any) -> Any:
+        """Averages the gradients, or holds them for a later batch; returns the loss of all."""
+        average, weight = self._prepare(state)
+        self.step.backwards += 1
+        self.step.weight = None
+        total = self.accumulation.hold(state, average, weight)
+        return loss if total is None else self._exchange(state, average, total, loss)
+
+    def _prepare(self, state: Any) -> tuple[Average, float]:
+        """How the gradients of the coming or the last backward pass count."""
+        number = self.step.backwards
+        if self.group is None and not self.accumulation.is_used:
+            return Average.EQUAL, 1.0
+        if self.step.weight is None:
+            self.losses.find(state, number)
+            self.step.weight = self.losses.weight(state, number)
+        return self.losses.average(number), self.step.weight
+
+    def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer may call its closure more than once for one batch."""
+        if self._state is not None and optimizer is self._state[torchbearer.OPTIMIZER]:
+            self.step.backwards = 0
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
+        """Averages what an optimizer is about to use and no hook has averaged yet."""
+        state = self._state
+        if state is None:
+            return result
+        is_main = optimizer is state[torchbearer.OPTIMIZER]
+        if is_main and not self.step.backwards and optimizer.param_groups:
+            # A closure that does not call on_backward, or that has skipped this batch.
+            if all(p.grad is None for p in trained.parameters_of(optimizer)):
+                self.losses.find(state, 0)
+                self.step.weight = 0.0
+            result = self.after_backward(state, result)
+        if self.averager.needs_average(optimizer, is_main=is_main):
+            if is_main:
+                number = max(0, self.step.backwards - 1)
+                average, weight = self.losses.average(number), self.losses.weight(state, number)
+            else:
+                name = self.averager.name_of(optimizer)
+                average, weight = self.losses.of_another_optimizer(state, name)
+            result = self._exchange(state, average, weight, result, optimizer)
+        self.averager.check_mixed(optimizer)
+        return result
+
+    def _exchange(
+        self,
+        state: Any,
+        average: Average,
+        weight: float,
+        loss: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Any:
+        """Averages new gradients, and agrees on what the header carries; returns the loss."""
+        report, group = self._report(state, weight), self.group
+        if group is None:
+            self.step.agreed = report
+            return loss
+        # Every rank must come to the same decision on how often to call the closure.
+        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER]) and loss is not None
+        if decides:
+            report.loss = float(loss)
+        summary = self.step.agreed = self.averager.reduce(group, report, average, optimizer)
+        if not decides:
+            return loss
+        agreed = self.averager.loss(average, summary)
+        if torch.is_tensor(loss):
+            loss.detach().fill_(agreed)
+            return loss
+        return agreed
+
+    def _report(self, state: Any, weight: float) -> RankReport:
+        """What this rank reports to the others at this step."""
+        signal = stop_request.requested() or 0
+        report = RankReport(stop=self.asks_to_stop or signal > 0, signal=signal, weight=weight)
+        report.batch = state.get(torchbearer.BATCH) or 0
+        report.wishes = self.wishes.bits()
+        return report
