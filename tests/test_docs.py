@@ -232,8 +232,9 @@ def test_commands_start_their_ranks(command: str, tmp_path: Path) -> None:
 def test_every_flag_has_a_row() -> None:
     page = (ROOT / "docs/launching.rst").read_text()
     options = torchbearer_ddp.add_arguments(argparse.ArgumentParser(add_help=False))._actions
-    missing = [o.option_strings[0] for o in options if f"``{o.option_strings[0]}``" not in page]
-    assert missing == []
+    shown = [o.option_strings[0] for o in options if o.help != argparse.SUPPRESS]
+    assert len(shown) > 20
+    assert [name for name in shown if f"``{name}``" not in page] == []
 
 
 def test_api_page_has_exactly_the_public_names() -> None:

@@ -18,6 +18,7 @@ from torchbearer_ddp.errors import (
     WorkerError,
 )
 from torchbearer_ddp.group import membership as _membership
+from torchbearer_ddp.group import unsynchronised as _unsynchronised
 from torchbearer_ddp.group.collectives import (
     barrier,
     device,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torchbearer_ddp.callbacks.tensorboard import TensorBoard
 
 _membership.register(_auto_join.join_by_itself, _auto_join.report_errors)
+_unsynchronised.watch_under_torchrun()
 
 __all__ = [
     "Checkpoint",

@@ -80,16 +80,27 @@ def use_pycm():
     sys.modules["pycm"] = types.SimpleNamespace(ConfusionMatrix=ConfusionMatrix)
 
 
+class Keeps(Callback):
+    """Keeps the confusion matrix of each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def on_end_training(self, state):
+        self.kept[str(state[torchbearer.DATA])] = state[CONFUSION].pairs
+
+    def on_end_validation(self, state):
+        self.on_end_training(state)
+
+
 def test_a_confusion_matrix_is_that_of_all_of_the_data(pool):
     def body():
         use_pycm()
-        kept = {}
-        matrices = PyCM().on_train().on_val()
-        matrices.with_handler(
-            lambda cm, state: kept.update({str(state[torchbearer.DATA]): cm.pairs})
-        )
-        trial = make_trial(["acc", "loss"], matrices)
-        return {**one_epoch(trial), **kept, "again": list(trial.evaluate().values())}
+        matrices, keeps = PyCM().on_train().on_val().to_state(CONFUSION), Keeps()
+        trial = make_trial(["acc", "loss"], matrices, keeps)
+        values = {**one_epoch(trial), **keeps.kept}
+        return {**values, "again": list(trial.evaluate().values())}
 
     expected = compare(pool, body)
     assert sum(expected["train_data"]) == 16

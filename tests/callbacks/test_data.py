@@ -1,6 +1,7 @@
 """Each rank's share of a loader, on real ranks and inside a Trial."""
 
 import itertools
+import logging.handlers
 import warnings
 
 import pytest
@@ -139,10 +140,20 @@ def test_steps_of_the_user_are_kept():
     trial.with_train_generator(DataLoader(numbers(8), batch_size=2), steps=3)
     trial.with_val_generator(DataLoader(numbers(20), batch_size=2), steps=2)
     trial.run(1)
-    assert seen.steps == [3, 2]
+    assert seen.steps == [3, 1]
     assert len(flat(seen.trained[0])) == 6  # the share has two batches and starts over
-    trial.for_val_steps(7).evaluate()  # a share has five batches: none of them counts twice
-    assert sorted(flat(flat(everyone(seen.evaluated[1])))) == list(range(20))
+    assert sorted(flat(flat(everyone(seen.evaluated[0])))) == list(range(4))
+    expected = list(range(20))
+    # In evaluation they are the batches of all ranks, also if asked for again, and beyond the end.
+    for number, steps in enumerate((7, 7, 5, 1, 10, 13), start=1):
+        trial.for_val_steps(steps)
+        trial.evaluate()
+        taken = sorted(flat(flat(everyone(seen.evaluated[2 * number - 1]))))
+        assert taken == sorted((expected + expected)[: 2 * steps])
+        trial.evaluate()
+        assert sorted(flat(flat(everyone(seen.evaluated[2 * number])))) == taken
+    trial.evaluate(data_key=torchbearer.TRAIN_DATA)
+    assert sorted(flat(flat(everyone(seen.evaluated[-1])))) == list(range(6))
 
 
 def collate(samples):
@@ -246,6 +257,17 @@ def test_a_loader_without_batches_is_sharded():
     ]
 
 
+class Pairs(IterableDataset):
+    def __init__(self, count):
+        self.stream = Stream(count)
+
+    def __iter__(self):
+        return ((torch.tensor(n), torch.tensor(0.0)) for n in self.stream)
+
+    def __len__(self):
+        return len(self.stream)
+
+
 class Stream(IterableDataset):
     """Does not know of ranks; splits itself between the workers of a loader, as torch advises."""
 
@@ -274,12 +296,77 @@ def test_an_iterable_data_set_is_sharded_item_by_item():
     assert evaluated == [[[0, 1], [4, 5]], [[2, 3], [6]]][rank]
 
 
+@pytest.mark.parametrize("count", [16, 4])
 @ranks(2)
-def test_an_iterable_data_set_with_workers_loses_and_repeats_nothing():
-    loader = DataLoader(Stream(16), batch_size=2, num_workers=2)
+def test_an_iterable_data_set_with_workers_loses_and_repeats_nothing(count):
+    loader = DataLoader(Stream(count), batch_size=2, num_workers=2)
+    single = [x.tolist() for x in loader]
     for training in (True, False):
-        shares = everyone(flat(x.tolist() for x in shard(loader, training=training)))
-        assert sorted(flat(shares)) == list(range(16))
+        mine = shard(loader, training=training)
+        shares = everyone([x.tolist() for x in mine])
+        assert [len(share) for share in shares] == [len(mine)] * 2
+        assert interleave(shares) == single
+
+
+@ranks(2)
+def test_the_workers_of_a_stream_have_as_many_batches_as_its_length_says():
+    loader = DataLoader(Pairs(4), batch_size=2, num_workers=2)
+    # Divided in the workers, one rank had no batch at all.
+    make_trial(Seen()).with_generators(loader, loader).run(1)
+
+
+class Zipped:
+    """Two loaders in step, as in a program for domain adaptation."""
+
+    def __init__(self, one, other):
+        self.loaders = one, other
+
+    def __iter__(self):
+        for (x, y), (z, _) in zip(*self.loaders, strict=True):
+            yield torch.cat([x, z]), torch.cat([y, y])
+
+    def __len__(self):
+        return len(self.loaders[0])
+
+
+@ranks(2)
+def test_a_loader_of_the_users_own_is_divided_batch_by_batch():
+    torch.manual_seed(collectives.rank())
+    shown = logging.handlers.BufferingHandler(99)
+    logging.getLogger("torchbearer_ddp").addHandler(shown)
+    loaders = [DataLoader(numbers(12), batch_size=2, shuffle=True) for _ in range(2)]
+    seen = Seen()
+    trial = make_trial(seen).with_train_generator(Zipped(*loaders))
+    ready = [(torch.arange(n, n + 2), torch.zeros(2)) for n in range(0, 10, 2)]
+    trial.with_val_generator(ready).run(2)
+    assert [len(batches) for batches in seen.trained] == [3, 3]
+    for epoch in range(2):
+        batches = interleave(everyone(seen.trained[epoch]))
+        assert sorted(flat(batches)) == sorted([*range(12), *range(12)])
+    assert everyone(seen.trained[0]) != everyone(seen.trained[1])
+    assert sorted(flat(flat(everyone(seen.evaluated[0])))) == list(range(10))
+    trial.with_test_generator(ready)
+    lines = [r.getMessage() for r in shown.buffer if "not a DataLoader" in r.getMessage()]
+    if collectives.is_rank_zero():
+        assert ["Zipped" in lines[0], "list" in lines[1], len(lines)] == [True, True, 2]
+        assert "one of every 2 batches, and makes all of them" in lines[0]
+    else:
+        assert lines == []
+
+
+@ranks(2)
+def test_data_that_is_given_as_tensors():
+    seen = Seen()
+    trial = make_trial(seen)
+    x, y = torch.arange(8), torch.zeros(8)
+    trial.with_train_data(x, y, batch_size=2, num_workers=0)
+    trial.with_val_data(x, y, batch_size=2, num_workers=0)
+    trial.with_test_data(x, batch_size=3, num_workers=0)
+    trial.run(1)
+    assert sorted(flat(flat(everyone(seen.trained[0])))) == list(range(8))
+    assert sorted(flat(flat(everyone(seen.evaluated[0])))) == list(range(8))
+    one_by_one = make_trial(Seen()).with_val_generator(numbers(5))
+    one_by_one.evaluate()  # a data set is a sequence of batches, too
 
 
 @ranks(2)
@@ -335,9 +422,8 @@ def test_what_cannot_be_sharded_raises_on_every_rank():
         def __iter__(self):
             return iter(range(4))
 
-    batches = [(torch.zeros(1), torch.zeros(1))] * 4
     cases = [
-        (batches, "list cannot be sharded.*ShardData"),
+        (7, "int cannot be sharded: it cannot be iterated"),
         (Picky("here"), "Picky cannot be sharded"),
         (Overruling(numbers(4)), "it changes collate_fn"),
         (DataLoader(numbers(4), sampler=Endless()), "Endless.*has no length"),
@@ -345,12 +431,10 @@ def test_what_cannot_be_sharded_raises_on_every_rank():
     for loader, message in cases:
         with pytest.raises(ValueError, match=message):
             shard(loader)
-    with pytest.raises(ValueError, match="list cannot be sharded"):
-        make_trial(Seen()).with_train_generator(batches).run(1)
     with pytest.raises(ValueError, match=r"between 2 ranks.*batch size 3.*multiple of 2"):
         make_trial(Seen(), global_batch=True).with_train_generator(DataLoader(numbers(9), 3)).run(1)
-    one_bad = batches if collectives.rank() == 1 else DataLoader(numbers(4))
-    with pytest.raises((ValueError, DistributedError), match="list cannot be sharded"):
+    one_bad = Picky("here") if collectives.rank() == 1 else DataLoader(numbers(4))
+    with pytest.raises((ValueError, DistributedError), match="Picky cannot be sharded"):
         make_trial(Seen()).with_val_generator(one_bad).evaluate()
     assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
 

@@ -1,7 +1,5 @@
 """Pictures of the images of all ranks: few of them, none on a rank, and passes that are left."""
 
-import logging
-
 import pytest
 import torch
 import torchbearer
@@ -11,9 +9,9 @@ from torchbearer import Trial
 from torchbearer.callbacks import TensorBoardImages, imaging, on_step_training
 
 from tests.callbacks import optional_packages
+from tests.log_lines import LogLines
 from torchbearer_ddp import RankZeroOnly, ShardData, SyncGradients, SyncModel, data_parallel
 from torchbearer_ddp.group import collectives
-from torchbearer_ddp.log import logger
 
 TRAINED, GLOBAL_BATCH = 24, 8
 
@@ -27,20 +25,10 @@ def _one_thread():
 
 
 class Grids(list):
-    """Keeps each picture with its epoch, and what is announced."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
+    """Keeps each picture with its epoch."""
 
     def keep(self, image, index, state):
         self.append((state[torchbearer.EPOCH], image))
-
-
-class Announced(logging.Handler):
-    def __init__(self, lines):
-        super().__init__(logging.INFO)
-        self.emit = lambda record: lines.append(record.getMessage())
 
 
 def trial_with(*callbacks, evaluated=TRAINED, ours=None):
@@ -58,12 +46,9 @@ def trial_with(*callbacks, evaluated=TRAINED, ours=None):
 def draw(make, epochs=3, **options):
     """The pictures of this rank, and the lines about images."""
     grids = Grids()
-    handler = Announced(grids.lines)
-    logger.addHandler(handler)
-    with optional_packages.installed():
+    with optional_packages.installed(), LogLines() as lines:
         trial_with(make(grids), **options).run(epochs)
-    logger.removeHandler(handler)
-    return list(grids), [line for line in grids.lines if "images" in line]
+    return list(grids), [line for line in lines if "images" in line]
 
 
 def assert_same_pictures(found, expected):
@@ -121,6 +106,29 @@ def test_a_cache_around_a_function_of_the_users(two_ranks):
         assert pictures[0][1].shape == (3, 9, 18)
         pictures, _ = compare(two_ranks, without_grid)
         assert len(pictures) == 6
+
+
+def first_image(grids):
+    return imaging.FromState(torchbearer.X, lambda x: x[0]).on_train().with_handler(grids.keep)
+
+
+def of_the_model(grids):
+    model = imaging.ClassAppearanceModel(2, (3, 3, 3), steps=1, target=1)
+    return model.on_train().with_handler(grids.keep)
+
+
+def test_what_draws_every_batch_says_that_it_has_those_of_rank_zero(two_ranks):
+    expected, said = draw(first_image, epochs=1)
+    assert said == []
+    (found, lines), (others, silent) = two_ranks.run(draw, (first_image, 1))
+    assert_same_pictures(found, expected)
+    assert (others, silent) == ([], [])
+    assert lines == [
+        "FromState draws from the batches of rank 0 alone; with cache(num_images) it draws the "
+        "first images of all ranks"
+    ]
+    (found, lines), _ = two_ranks.run(draw, (of_the_model, 1))
+    assert (len(found), lines) == (1, [])
 
 
 def wrapped(grids):
@@ -187,14 +195,9 @@ def test_a_pass_that_was_left_leaves_no_images(two_ranks):
 
 
 def short_tensorboard(folder):
-    grids = Grids()
-    handler = Announced(grids.lines)
-    logger.addHandler(handler)
-    with optional_packages.installed():
-        writer = TensorBoardImages(folder, key=torchbearer.X, num_images=100)
-        trial_with(writer).run(1)
-    logger.removeHandler(handler)
-    return [line for line in grids.lines if "images" in line]
+    with optional_packages.installed(), LogLines() as lines:
+        trial_with(TensorBoardImages(folder, key=torchbearer.X, num_images=100)).run(1)
+    return [line for line in lines if "images" in line]
 
 
 def test_tensorboard_says_how_many_it_got(two_ranks, tmp_path):

@@ -18,10 +18,12 @@ from torchbearer.callbacks import (
 )
 
 from tests.ranks import ranks
+from torchbearer_ddp.callbacks.checkpoint import Checkpoint
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.hooks import HOOKS
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
+from torchbearer_ddp.errors import DistributedError
 from torchbearer_ddp.group import collectives, local_work
 
 
@@ -200,3 +202,23 @@ def test_what_happens_inside_is_local_in_every_hook():
     assert not local_work.inside()
     assert bool(found) == collectives.is_rank_zero()
     assert all(found)
+
+
+def unreadable():
+    """A callback of the same name that cannot read what the other has saved."""
+
+    def load_state_dict(self, state_dict):
+        raise KeyError("a count of another kind")
+
+    return type("Recorder", (Recorder,), {"load_state_dict": load_state_dict})()
+
+
+@ranks(2)
+def test_a_state_that_cannot_be_loaded_is_an_error_of_all_ranks(tmp_path):
+    """Rank zero alone has the callback; the other would wait for it at the next exchange."""
+    trial_with(RankZeroOnly(lambda: Recorder()), Checkpoint(tmp_path)).run(1)
+    again = trial_with(RankZeroOnly(unreadable), Checkpoint(tmp_path))
+    with pytest.raises((KeyError, DistributedError), match="a count of another kind") as caught:
+        again.run(2)
+    assert isinstance(caught.value, KeyError) == collectives.is_rank_zero()
+    collectives.barrier("both are still in step")

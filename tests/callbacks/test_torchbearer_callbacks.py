@@ -8,20 +8,24 @@ import copy
 import functools
 import importlib
 import inspect
+import io
 import logging
 import os
 import pkgutil
 import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torchbearer
 from torchbearer import Callback, Trial, callbacks
+from torchbearer.callbacks import imaging
 
-from tests.callbacks.torchbearer_rows import ROWS, play
-from torchbearer_ddp import RankZeroOnly, data_parallel
+from tests.callbacks.torchbearer_rows import KEY, ROWS, page_table, play
+from tests.log_lines import LogLines
+from torchbearer_ddp import Checkpoint, RankZeroOnly, data_parallel
 from torchbearer_ddp.group import collectives
-from torchbearer_ddp.log import logger
 
 HELPERS = {"count_args", "get_writer", "close_writer"}  # functions that make no callback
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
@@ -43,6 +47,11 @@ def exports():
 
 def test_every_callback_has_a_row():
     assert exports() - HELPERS == set(ROWS)
+
+
+def test_the_page_has_the_same_table():
+    page = Path(__file__).parent.parent.parent / "docs" / "torchbearer_callbacks.rst"
+    assert page_table() in page.read_text(), "python -m tests.callbacks.torchbearer_rows prints it"
 
 
 def assert_same(found, expected, place):
@@ -133,24 +142,6 @@ def test_ranks_draw_random_numbers_of_their_own(two_ranks):
     assert not torch.equal(first, second)
 
 
-class Lines(logging.Handler):
-    """What is announced in a block."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.found = []
-
-    def emit(self, record):
-        self.found.append(record.getMessage())
-
-    def __enter__(self):
-        logger.addHandler(self)
-        return self.found
-
-    def __exit__(self, *_):
-        logger.removeHandler(self)
-
-
 def trial_with(*listed, model=None, ours=True, metrics=("loss",)):
     torch.manual_seed(0)
     model = model or torch.nn.Linear(3, 2)
@@ -165,7 +156,7 @@ def trial_with(*listed, model=None, ours=True, metrics=("loss",)):
 
 
 def writing(folder):
-    with Lines() as found:
+    with LogLines() as found:
         listed = [callbacks.CSVLogger(f"{folder}/log.csv"), callbacks.Best(f"{folder}/best.pt")]
         for _ in range(2):
             trial_with(*listed).run(1)
@@ -198,6 +189,36 @@ def test_positions_classes_and_saved_states_are_those_of_one_process(two_ranks, 
         assert_same(found_states[1], states[1], "EarlyStopping")
     ((_, zero), _) = two_ranks.run(kinds_and_states, (str(tmp_path),))
     assert_same(zero[0], states[0], "Best")
+
+
+def continued(folder, epochs):
+    """A run with a callback of each kind and our Checkpoint; warnings are errors."""
+    best = callbacks.Best(f"{folder}/best.pt")
+    listed = [
+        best,
+        callbacks.CSVLogger(f"{folder}/log.csv"),
+        imaging.FromState(torchbearer.X).cache(8).on_val().to_state(KEY, index=[0]),
+        callbacks.GradientNormClipping(1.0),
+        callbacks.AggregatePredictions(),
+        callbacks.Tqdm(file=io.StringIO()),
+        callbacks.ReduceLROnPlateau(),
+        Checkpoint(f"{folder}/checkpoints"),
+    ]
+    trial = trial_with(*listed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("default", "(?s).*was saved under other conditions")
+        history = trial.run(epochs)
+    return len(history), best.best
+
+
+def test_a_checkpoint_of_one_process_continues_on_two_ranks_and_back(two_ranks, tmp_path):
+    assert continued(str(tmp_path), 1)[0] == 1
+    (epochs, on_ranks), _ = two_ranks.run(continued, (str(tmp_path), 2))
+    assert epochs == 2
+    epochs, at_the_end = continued(str(tmp_path), 3)
+    assert epochs == 3
+    assert at_the_end < on_ranks
 
 
 # Parameters that torchbearer holds as an iterator.

@@ -178,11 +178,11 @@ def checkpoints(run: Run) -> dict[str, Any]:
     """The model, optimizer and history in each file."""
     found = {}
     for path in sorted(Path(run.folder).rglob("*.pt")):
-        saved = torch.load(path, weights_only=False)
+        held = torch.load(path, weights_only=False)
         found[str(path.relative_to(run.folder))] = [
-            saved[torchbearer.MODEL],
-            saved[torchbearer.OPTIMIZER],
-            metrics_of(saved[torchbearer.HISTORY]),
+            held[torchbearer.MODEL],
+            held[torchbearer.OPTIMIZER],
+            metrics_of(held[torchbearer.HISTORY]),
         ]
     return found
 
@@ -268,6 +268,12 @@ def written(
     return Row(lambda run: make(run.folder), ranks, compared, effect, others="none", **options)
 
 
+def saved(make: Callable[[str], Callback]) -> Row:
+    """A callback that saves the Trial."""
+    compared = "the files: their names, and the model, optimizer and history in them"
+    return written(make, compared, checkpoints)
+
+
 def scheduled(make: Callable[[], Callback], **options: Any) -> Row:
     """A scheduler of learning rates."""
 
@@ -289,7 +295,7 @@ def scheduled(make: Callable[[], Callback], **options: Any) -> Row:
     )
 
 
-def clipped(make: Callable[..., Callback], compared: str) -> Row:
+def clipped(make: Callable[..., Callback]) -> Row:
     """A callback that changes gradients; torchbearer alone needs a list of parameters."""
 
     def note(run: Run) -> Callback:
@@ -306,7 +312,7 @@ def clipped(make: Callable[..., Callback], compared: str) -> Row:
     return Row(
         lambda run: [make(), note(run)],
         LIST_OF_PARAMETERS,
-        compared,
+        "the gradients of every step, and the model",
         lambda run: (run.notes, trained(run)),
         plain=plain,
     )
@@ -477,25 +483,11 @@ ROWS: dict[str, Row] = {
         "that it writes nothing by itself",
         checkpoints,
     ),
-    "Best": written(
-        lambda folder: callbacks.Best(folder + "/best/{epoch}-{val_loss:.3f}.pt"),
-        "the files: their names, and the model, optimizer and history in them",
-        checkpoints,
-    ),
-    "Interval": written(
-        lambda folder: callbacks.Interval(folder + "/i/{epoch}.pt"),
-        "the files: their names, and the model, optimizer and history in them",
-        checkpoints,
-    ),
-    "MostRecent": written(
-        lambda folder: callbacks.MostRecent(folder + "/recent/{epoch}.pt"),
-        "the files: their names, and the model, optimizer and history in them",
-        checkpoints,
-    ),
-    "ModelCheckpoint": written(
-        lambda folder: callbacks.ModelCheckpoint(folder + "/m/{epoch}.pt", save_best_only=True),
-        "the files: their names, and the model, optimizer and history in them",
-        checkpoints,
+    "Best": saved(lambda folder: callbacks.Best(folder + "/best/{epoch}-{val_loss:.3f}.pt")),
+    "Interval": saved(lambda folder: callbacks.Interval(folder + "/i/{epoch}.pt")),
+    "MostRecent": saved(lambda folder: callbacks.MostRecent(folder + "/recent/{epoch}.pt")),
+    "ModelCheckpoint": saved(
+        lambda folder: callbacks.ModelCheckpoint(folder + "/m/{epoch}.pt", save_best_only=True)
     ),
     "CSVLogger": written(
         lambda folder: callbacks.CSVLogger(f"{folder}/log.csv"),
@@ -626,26 +618,16 @@ ROWS: dict[str, Row] = {
         epochs,
         metric=lambda: "loss",
     ),
-    "GradientClipping": clipped(
-        lambda **options: callbacks.GradientClipping(0.01, **options),
-        "the gradients of every step, and the model",
-    ),
-    "GradientNormClipping": clipped(
-        lambda **options: callbacks.GradientNormClipping(0.01, **options),
-        "the gradients of every step, and the model",
-    ),
-    "WeightDecay": clipped(
-        lambda **options: callbacks.WeightDecay(0.1, **options),
-        "the gradients of every step, and the model",
-    ),
-    "L1WeightDecay": clipped(
-        lambda **options: callbacks.L1WeightDecay(0.1, **options),
-        "the gradients of every step, and the model",
-    ),
-    "L2WeightDecay": clipped(
-        lambda **options: callbacks.L2WeightDecay(0.1, **options),
-        "the gradients of every step, and the model",
-    ),
+    **{
+        kind.__name__: clipped(functools.partial(kind, 0.01 if "Clip" in kind.__name__ else 0.1))
+        for kind in (
+            callbacks.GradientClipping,
+            callbacks.GradientNormClipping,
+            callbacks.WeightDecay,
+            callbacks.L1WeightDecay,
+            callbacks.L2WeightDecay,
+        )
+    },
     "LabelSmoothingRegularisation": Row(
         lambda run: callbacks.LabelSmoothingRegularisation(0.1, CLASSES),
         EVERY_RANK,
@@ -721,3 +703,20 @@ ROWS: dict[str, Row] = {
         ),
     ),
 }
+
+
+def page_table() -> str:
+    """The rows as the table of the page; callbacks of which the same is said share a row."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for name, row in ROWS.items():
+        said.setdefault((row.ranks, row.compared), []).append(f"``{name}``")
+    head = ("Callback", "On several ranks", "Compared with one process")
+    cells = [head, *((", ".join(names), *texts) for texts, names in said.items())]
+    lines = [".. list-table::", "   :header-rows: 1", "   :widths: 30 30 40", ""]
+    for callback, *texts in cells:
+        lines += [f"   * - {callback}", *(f"     - {text}" for text in texts)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page_table())

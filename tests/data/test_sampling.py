@@ -4,6 +4,7 @@ import itertools
 import pickle
 import random
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import (
@@ -18,6 +19,8 @@ from torch.utils.data import (
 from torchbearer_ddp.data.sampling import (
     Partition,
     Remainder,
+    Repeated,
+    ShardBatches,
     ShardIterable,
     ShardSampler,
     interleave,
@@ -185,10 +188,66 @@ class Numbers(IterableDataset):
 
 
 def test_a_stream_is_sharded_and_its_attributes_can_be_used():
-    stream = ShardIterable(Numbers(7), Partition(1, 2, Remainder.KEEP))
+    stream = ShardIterable(Numbers(7), Partition(1, 2, Remainder.KEEP), seed=0)
     assert list(stream) == [1, 3, 5]
     assert len(stream) == 3
     stream.stop = 4
     assert stream.stop == 4
     assert list(pickle.loads(pickle.dumps(stream))) == [1, 3]
-    assert not hasattr(stream, "set_epoch")
+
+
+class Shuffled(IterableDataset):
+    """Draws from every generator, at the start and from item to item."""
+
+    def __iter__(self):
+        items = random.sample(range(20), 20)
+        while items:
+            place = int(torch.randint(len(items), (1,))) if numpy.random.rand() < 2 else 0
+            yield items.pop(place)
+
+    def __len__(self):
+        return 20
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_shuffled_stream_has_one_order_for_all_ranks_and_a_new_one_each_epoch(batch_size):
+    streams = [
+        ShardIterable(Shuffled(), Partition(r, 2, Remainder.KEEP), 5, batch_size) for r in range(2)
+    ]
+    orders = []
+    for epoch in (0, 1, 0):
+        parts = []
+        for rank, stream in enumerate(streams):
+            torch.manual_seed(rank)
+            before = torch.get_rng_state()
+            stream.set_epoch(epoch)
+            parts.append(list(stream))
+            assert torch.equal(before, torch.get_rng_state())
+        orders.append(interleave(parts))
+        assert sorted(orders[-1]) == list(range(20))
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_any_loader_is_divided_batch_by_batch():
+    class Loader:
+        def __iter__(self):
+            return iter(random.sample(range(7), 7))
+
+        def __len__(self):
+            return 7
+
+    loader, parts = Loader(), []
+    for rank in range(3):
+        random.seed(rank)
+        shared = ShardBatches(loader, Partition(rank, 3, Remainder.PAD), seed=2)
+        assert len(shared) == 3
+        parts.append(list(shared))
+        assert list(shared) != parts[-1]  # a second pass in an epoch has a new order
+        shared.set_epoch(0)
+        assert list(shared) == parts[-1]
+    assert sorted(interleave(parts)[:7]) == list(range(7))
+
+
+def test_a_loader_that_starts_over():
+    assert list(Repeated([1, 2, 3], 7)) == [1, 2, 3, 1, 2, 3, 1]
+    assert len(Repeated([1, 2, 3], 7)) == 7

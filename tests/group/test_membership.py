@@ -52,6 +52,15 @@ def test_a_group_that_the_user_made_is_adopted(tmp_path):
         rank,
     )
     assert what_is_logged()[-1] == (rank, "by every rank")
+    # The user closes it, and makes another one later.
+    dist.barrier()
+    dist.destroy_process_group()
+    assert (collectives.rank(), collectives.world_size()) == (0, 1)
+    assert collectives.all_gather(rank, "ranks") == [rank]
+    again = f"file://{tmp_path}/again"
+    dist.init_process_group("gloo", init_method=again, rank=1 - rank, world_size=2)
+    assert collectives.rank() == 1 - rank
+    assert collectives.all_gather(rank, "ranks") == [1, 0]
 
 
 def test_a_run_of_one_rank_has_a_device_and_no_group():

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_run_distributed_in_such_a_script_runs_the_worker_on_its_rank():
     with two_ranks("launch") as (zero, one):
         assert [p.code() for p in (zero, one)] == [0, 0], zero.text() + one.text()
         assert (zero.output[0], one.output[0]) == ("[(0, 2)]\n", "[(1, 2)]\n")
-        ignored = "this script is rank 0 of 2, started by torchrun; run_distributed ignores --nproc"
+        ignored = "this script is rank 0 of 2, started by torchrun; run_distributed ignores nproc_"
         assert ignored in zero.text()
 
 
@@ -85,3 +86,27 @@ def test_half_an_environment_is_refused():
         assert program.code() == 2
         (line,) = program.errors
         assert line.startswith("torchbearer_ddp: The environment has RANK=0 but not WORLD_SIZE")
+
+
+OWN_GROUP = """
+import torch.distributed as dist
+from torchbearer_ddp import barrier, rank
+
+dist.init_process_group("gloo")
+barrier()
+if rank() == 1:
+    raise KeyError("a missing column")
+barrier()
+"""
+
+
+def test_a_group_of_the_users_own_reports_errors_too():
+    port = str(free_port())
+    command = (sys.executable, "-c", OWN_GROUP)
+    with (
+        Program(*command, environment=torchrun(0, port), raw=True) as zero,
+        Program(*command, environment=torchrun(1, port), raw=True) as one,
+    ):
+        assert [p.code(20) for p in (zero, one)] == [1, 1], zero.text() + one.text()
+        assert "Rank 1 on " in zero.text()
+        assert "raised KeyError: 'a missing column'" in zero.text()

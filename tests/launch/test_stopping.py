@@ -127,3 +127,54 @@ def test_one_process_is_interrupted_as_any_other():
         program.process.send_signal(signal.SIGINT)
         assert program.code(BOUND) == -signal.SIGINT
         assert "KeyboardInterrupt" in program.text()
+
+
+STALE = """
+import os, signal, threading
+from tests.programs import train_with_events
+from torchbearer_ddp import run_distributed
+from torchbearer_ddp.group import stop_request
+
+def stopped():
+    stop_request.requested()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+try:
+    run_distributed(stopped)
+except SystemExit as end:
+    print(end.code)
+print(train_with_events([], 5)[0])
+thread = threading.Thread(target=lambda: print(run_distributed(lambda: 7)))
+thread.start()
+thread.join()
+"""
+
+
+def test_a_stop_request_ends_with_its_run():
+    with Program(sys.executable, "-c", STALE, raw=True) as program:
+        assert program.code() == 0, program.text()
+        assert program.output == ["143\n", "5\n", "[7]\n"]
+
+
+CAUGHT = """
+import os, signal, time
+from tests.programs import train_with_events
+from torchbearer_ddp import run_distributed
+
+def work():
+    try:
+        train_with_events([{"rank": 0, "step": 2, "do": "raise"}], 5)
+    except ValueError:
+        print("caught", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+    print("slept", flush=True)
+
+run_distributed(work)
+"""
+
+
+def test_after_a_caught_error_a_signal_interrupts_again():
+    with Program(sys.executable, "-c", CAUGHT, "--nproc-per-node", "1", raw=True) as program:
+        assert program.code() == 130, program.text()
+        assert program.output == ["caught\n"]

@@ -132,7 +132,7 @@ def test_two_launches_from_two_threads():
 
 
 def test_bad_arguments_are_value_errors():
-    with pytest.raises(ValueError, match="--nproc-per-node is 0"):
+    with pytest.raises(ValueError, match="nproc_per_node is 0"):
         run_distributed(lambda: 1, nproc_per_node=0)
     with pytest.raises(ValueError, match="no argument nprocs; it has backend"):
         run_distributed(lambda: 1, nprocs=2)

@@ -99,9 +99,13 @@ def pairs() -> list[tuple[str, ...]]:
 
 
 def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
-    """The case of these features and this seed; the same in every process."""
+    """The case of these features, and from the second seed on one more; equal in every process."""
+    draws = random.Random(f"{sorted(chosen)} {transport} {seed}")
     features = frozenset(chosen)
-    draws = random.Random(f"{sorted(features)} {transport} {seed}")
+    if seed:  # the first seed has nothing but the pair, so that what it shows is easy to read
+        weights = {"weighted", "equal"}
+        others = [f for f in FEATURES if f not in (weights if features & weights else features)]
+        features |= {draws.choice(others)}
     accumulate = draws.choice((2, 4)) if features & _ACCUMULATING else 1
     large = bool(features & {"half", "compress"})
     regular = 256 if large else draws.choice((3, 4, 8))
@@ -111,9 +115,11 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         size = max(1, regular // (1 + rank % 3)) if differ else regular
         last = draws.randint(1, size) if differ or "uneven" in features else size
         sizes.append((size,) * (BATCHES - 1) + (last,))
-    conversions = ["half", "channels_last", "share_memory"]
-    if "resume" not in features:  # the file of a double model is not that of a single one
-        conversions.append("double")
+    dtype = draws.choice(("float32", "float32", "float64"))
+    if "compress" in features:  # of others nothing is compressed
+        dtype = "float32"
+    if "lbfgs" in features:  # its steps depend on small differences of gradients
+        dtype = "float64"
     return Case(
         features=features,
         transport=transport,
@@ -123,7 +129,7 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         accumulate=accumulate,
         compress=draws.choice(("bf16", "fp16")) if "compress" in features else None,
         bucket_mb=draws.choice((None, 1e-4)),
-        dtype="float64" if "lbfgs" in features else draws.choice(("float32", "float32", "float64")),
+        dtype=dtype,
         momentum=0.0 if "sparse" in features else draws.choice((0.0, 0.9)),
         # Gradients of hundreds: times the batch size they leave the range of fp16.
         scale=8000.0 if large and "lbfgs" not in features else 1.0,
@@ -131,6 +137,20 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         event=draws.randrange(0, 3) if "stop" in features else draws.randrange(1, 4),
         kill=(draws.choice((1, 2)), draws.choice((1, 3, 5))),
         place=draws.choice(("sample", "backward")),
-        conversion=draws.choice(conversions),
+        conversion=draws.choice(conversions(features)),
         calls_back=accumulate > 1 or draws.choice((True, False)),
     )
+
+
+def conversions(features: frozenset[str]) -> list[str]:
+    """The conversions of a model that work in one process too."""
+    found = ["channels_last", "share_memory", "double", "half"]
+    if "resume" in features:  # its model is built anew, in the dtype that it had
+        found.remove("double")
+        if "half" in features:
+            found.remove("half")
+    if "sparse" in features:  # torch cannot share the memory of a sparse gradient
+        found.remove("share_memory")
+    if "lbfgs" in features:  # it wants views of the gradients
+        found.remove("channels_last")
+    return found

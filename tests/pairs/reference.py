@@ -32,7 +32,8 @@ class Model(nn.Module):
         self.conv = nn.Conv2d(2, 2, 3, padding=1) if case.has("converted") else None
         self.out = nn.Linear(6, 3)
         self.to(getattr(torch, case.dtype))
-        self.half_layer = nn.Linear(6, 6).half() if case.has("half") else None
+        small = torch.bfloat16 if case.has("lbfgs") else torch.float16  # of which it makes NaNs
+        self.half_layer = nn.Linear(6, 6).to(small) if case.has("half") else None
         if case.has("frozen"):
             self.added["frozen"].requires_grad_(False)
 

@@ -182,7 +182,8 @@ def _loss(criterion: Any, state: Any) -> Any:
     try:
         return criterion(state)
     except TypeError:
-        return criterion(state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        found = state[torchbearer.Y_PRED]
+        return criterion(*(found if _is_list(found) else [found]), state[torchbearer.Y_TRUE])
 
 
 def _is_list(value: Any) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.processes import Program
-from tests.projects.moving import Run, difference, moved, plain
+from tests.projects.moving import Run, difference, execute, moved, plain
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.concurrent
 
@@ -14,7 +15,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 RUN = (sys.executable, "-m", "torchbearer_ddp", "run", "--nproc-per-node", "2")
 
 
-def outcomes(command, text, folder, **variables):
+def outcomes(command, text, folder):
     """What each process of a script has come to."""
     folder.mkdir()
     script = folder / "script.py"
@@ -23,7 +24,6 @@ def outcomes(command, text, folder, **variables):
         "PROJECT_OUTCOME": str(folder / "outcome"),
         "PROJECT_FOLDER": str(folder),
         "OMP_NUM_THREADS": "1",
-        **variables,
     }
     with Program(*command, str(script), environment=environment, raw=True) as program:
         assert program.code(120) == 0, program.text()
@@ -39,9 +39,8 @@ def test_a_script_that_two_lines_have_moved(name, command, tmp_path):
     whole = name == "stopping"  # its batch sampler makes the batches of a rank
     text = moved(name, "" if whole else "global_batch=True")
     found = outcomes(command, text, tmp_path / "ranks")
-    (alone,) = outcomes(
-        (sys.executable,), plain(name), tmp_path / "alone", BATCH_SIZE="24" if whole else "12"
-    )
+    variables = {"BATCH_SIZE": "24" if whole else "12"}
+    (alone,) = run_ranks(execute, 1, (plain(name), str(tmp_path), variables))
     assert len(found) == 2
     # Two processes that know nothing of each other would come to the same numbers.
     assert "gradients: shared memory (2 ranks on one host)" in "".join(found[0].lines)

@@ -31,16 +31,16 @@ from tests.projects.moving import (
 )
 
 #: The losses that couple the samples of a batch: N ranks have N losses of their own.
-COUPLED = ("contrastive", "segmentation")
-#: Programs whose batches are made by a batch sampler, which a rank takes whole.
-WHOLE_BATCHES = ("stopping",)
+COUPLED = ("balanced", "contrastive", "segmentation")
+#: Programs whose batches a rank takes whole: they have a batch sampler or a loader of their own.
+WHOLE_BATCHES = ("stopping", "zipped")
 #: Each rank draws its own numbers for its samples.
 RANDOM = ("mixing",)
 EXACT = tuple(name for name in PROGRAMS if name not in (*COUPLED, *RANDOM))
 PLACES = [(2, "shm"), (2, "gloo"), (3, "shm"), (3, "gloo")]
 #: How often each program is killed, and before which steps: in an epoch or at its beginning.
 KILLS = int(os.environ.get("TORCHBEARER_DDP_PROJECT_KILLS", "1"))
-STEPS = {"folds": 20, "contrastive": 5, "segmentation": 5, "wgan": 5, "stopping": 7}
+STEPS = {"folds": 20, "stopping": 7, **dict.fromkeys((*COUPLED, "wgan", "zipped"), 5)}
 on_every_place = pytest.mark.parametrize(("world_size", "transport"), PLACES)
 
 

@@ -142,7 +142,7 @@ def test_what_the_user_asks_for_goes_before_what_we_would(sbatch, capsys):
 
 
 def test_ranks_are_not_placed_by_hand_in_a_submission(sbatch):
-    with pytest.raises(ValueError, match=r"--nproc-per-node 2 does not go with --launcher slurm"):
+    with pytest.raises(ValueError, match=r"nproc_per_node=2 does not go with --launcher slurm"):
         run_distributed(_worker, launcher="slurm", nproc_per_node=2)
 
 

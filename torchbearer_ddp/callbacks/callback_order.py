@@ -17,7 +17,7 @@ from torchbearer.callbacks import Callback, CallbackList
 from torchbearer_ddp.callbacks import scoped_trial
 from torchbearer_ddp.callbacks.hooks import define_hooks
 from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_ins
-from torchbearer_ddp.group import debug, membership, unsynchronised
+from torchbearer_ddp.group import debug, membership, stop_request, unsynchronised
 
 FIRST = -1
 LAST = 1
@@ -86,7 +86,8 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             callback.enter()
 
     def leave(self) -> None:
-        """Calls ``leave`` of every callback of ours."""
+        """Calls ``leave`` of every callback of ours; nothing polls for a signal any more."""
+        stop_request.stop_polling()
         for callback in self._ours():
             callback.leave()
 

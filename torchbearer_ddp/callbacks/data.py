@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torchbearer
-from torch.utils.data import DataLoader
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, OrderedCallback
 from torchbearer_ddp.data import loaders
@@ -19,8 +18,8 @@ _PARTS = {
 }
 
 
-def shard(loader: DataLoader[Any], training: bool = True) -> DataLoader[Any]:
-    """Returns this rank's share of a DataLoader, for use without :class:`ShardData`.
+def shard(loader: Any, training: bool = True) -> Any:
+    """Returns this rank's share of a loader, for use without :class:`ShardData`.
 
     Call it on every rank. :class:`ShardData` does not shard such a loader again, and sets its
     epoch; in a loop of your own call ``loader.sampler.set_epoch(epoch)``. Without a process group
@@ -60,12 +59,13 @@ class ShardData(OrderedCallback):
     is used twice, and a rank may have fewer batches than others, or none.
 
     A loader with a ``batch_sampler`` is sharded batch by batch. Of an ``IterableDataset`` each rank
-    takes every N-th item (in evaluation every N-th batch of items). With several workers its length
-    is an estimate, as it is in torch: then give the Trial the steps. A data set with the attribute
-    ``shards_itself = True``, a loader with torch's ``DistributedSampler``, and a loader that
-    :func:`shard` returned are not sharded again.
+    takes every N-th item (in evaluation every N-th batch of items). If it has workers, and of a
+    loader that is not a DataLoader, each rank makes all batches and takes every N-th one. A data
+    set with the attribute ``shards_itself = True``, a loader with torch's ``DistributedSampler``,
+    and a loader that :func:`shard` returned are not sharded again.
 
-    Steps that were given to the Trial are kept; in evaluation a rank stops at the end of its share.
+    Training steps that were given to the Trial are those of each rank. Evaluation steps are the
+    number of batches in all, which the ranks divide between them.
 
     Example: ::
 
@@ -103,6 +103,8 @@ class ShardData(OrderedCallback):
             torchbearer.TEST_DATA: test,
         }
         self._global_batch = global_batch
+        #: The data of the Trial as it was written there, by key.
+        self._entries: dict[Any, Any] = {}
 
     def on_start(self, state: Any) -> None:
         """At the start of run, evaluate and predict: the loaders are not known earlier."""
@@ -134,24 +136,28 @@ class ShardData(OrderedCallback):
             loaders.set_epoch(loader, state[torchbearer.EPOCH])
 
     def _share(self, trial_state: Any, state: Any, key: Any, seed: int) -> None:
-        loader = _loader(trial_state, key)
+        entry: tuple[Any, Any] = trial_state.get(key) or (None, None)
+        loader, given = entry
         wanted = self._wanted.get(key, self._wanted[torchbearer.TEST_DATA])
         if loader is None or not wanted:
             return
         training = key == torchbearer.TRAIN_DATA
         share = loaders.share_of(loader)
         if share is None:
-            whole, shared = loader, _take(loader, seed, training, self._global_batch)
-        elif share.original is loader or training:
-            return  # the user's own sampler or data set shards it
-        else:  # sharded in an earlier run, but the steps may have been given since
-            whole, shared = share.original, loader
-        steps = loaders.steps_of_share(
-            trial_state[key][1], len(whole), len(shared), training=training
-        )
+            shared = _take(loader, seed, training, self._global_batch)
+            is_all = given is None or given == len(loader)
+            steps = len(shared) if is_all else given
+            if not training and not is_all:
+                shared, steps = _of_steps(shared, given)
+        elif training or share.original is loader or self._entries.get(key) is entry:
+            return  # divided by the user's own sampler or data set, or in an earlier run
+        else:  # the steps were given after an earlier run, or shard() was called by the user
+            is_all = key not in self._entries and given == len(loader)
+            shared, steps = (loader, given) if is_all else _of_steps(loader, given)
         # torchbearer copies the Trial's state into the run's state before each pass.
+        self._entries[key] = (shared, steps)
         for each in (trial_state, state):
-            each[key] = (shared, steps)
+            each[key] = self._entries[key]
             if key in _PARTS:
                 each[_PARTS[key][0]], each[_PARTS[key][1]] = shared, steps
 
@@ -163,13 +169,21 @@ class ShardData(OrderedCallback):
         share = loaders.share_of(loader)
         if key == torchbearer.TRAIN_DATA and share is not None and share.original is not loader:
             # The training data is evaluated, where no sample may be used twice.
-            evaluated = _take(share.original, share.seed, training=False)
-            steps = loaders.steps_of_share(steps, len(loader), len(evaluated), training=False)
-            loader = evaluated
+            is_all, loader = steps == len(loader), _take(share.original, share.seed, training=False)
+            loader, steps = (loader, len(loader)) if is_all else _of_steps(loader, steps)
         state[torchbearer.GENERATOR], state[torchbearer.STEPS] = loader, steps
 
 
-def _take(loader: Any, seed: int, training: bool, global_batch: bool = False) -> DataLoader[Any]:
+def _of_steps(shared: Any, steps: int) -> tuple[Any, int]:
+    """A rank's share of so many batches that are evaluated in all, and its steps."""
+    rank, world_size = collectives.rank(), collectives.world_size()
+    share = loaders.share_of(shared)
+    if share is not None and steps > len(share.original):
+        shared = loaders.take_repeated(share, rank, world_size, steps)
+    return shared, loaders.evaluation_steps(steps, rank, world_size)
+
+
+def _take(loader: Any, seed: int, training: bool, global_batch: bool = False) -> Any:
     rank, world_size = collectives.rank(), collectives.world_size()
     return loaders.take_share(
         loader, rank, world_size, training=training, seed=seed, global_batch=global_batch

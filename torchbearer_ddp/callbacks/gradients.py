@@ -22,6 +22,7 @@ from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.gradients.wishes import Wishes
 from torchbearer_ddp.group import collectives, membership, stop_request, trained, unsynchronised
+from torchbearer_ddp.group.membership import Group
 
 
 @dataclass
@@ -127,8 +128,9 @@ class SyncGradients(OrderedCallback):
         self._wishes = Wishes()
         self._asks_to_stop = False
         self._step = _Step()
-        #: The state of the run that trains; None outside.
+        #: The state of the run that trains, and its group if it has several ranks; None outside.
         self._state: Any = None
+        self._group: Group | None = None
         self._streams = RunStreams()
 
     def enter(self) -> None:
@@ -141,7 +143,9 @@ class SyncGradients(OrderedCallback):
         """In each epoch anew: layers may have been added, moved or replaced in between."""
         self._asks_to_stop, self._step = False, _Step()
         self._accumulation.check(state[torchbearer.OPTIMIZER])
-        if collectives.world_size() > 1:
+        group = membership.current()
+        self._group = group if group is not None and group.member.world_size > 1 else None
+        if self._group is not None:
             self._state = state
             self._averager.track(state)
             self._steps.watch()
@@ -156,8 +160,7 @@ class SyncGradients(OrderedCallback):
         average, weight = self._prepare(state)
         self._accumulation.restore(average, weight)
         # Gradients of several batches are not complete before they are divided.
-        alone = not self._accumulation.holds_gradients and not self._accumulation.goes_on(state)
-        if alone:
+        if not self._accumulation.holds_gradients and not self._accumulation.goes_on(state):
             self._averager.begin(average, weight)
 
     def on_backward(self, state: Any) -> None:
@@ -166,7 +169,7 @@ class SyncGradients(OrderedCallback):
 
     def on_step_training(self, state: Any) -> None:
         """After every callback that may ask to stop at this step."""
-        if collectives.world_size() == 1:
+        if self._group is None:
             if stop_request.requested():
                 state[torchbearer.STOP_TRAINING] = True
             return
@@ -189,8 +192,7 @@ class SyncGradients(OrderedCallback):
         self._averager.forget()
         self._averager.regular = 0.0
         self._accumulation.clear()
-        self._state = None
-        stop_request.stop_polling()
+        self._state = self._group = None
         unsynchronised.end_averaging(self)
         self._streams.leave()
 
@@ -263,7 +265,7 @@ class SyncGradients(OrderedCallback):
     def _prepare(self, state: Any) -> tuple[Average, float]:
         """How the gradients of the coming or the last backward pass count."""
         number = self._step.backwards
-        if collectives.world_size() == 1 and not self._accumulation.is_used:
+        if self._group is None and not self._accumulation.is_used:
             return Average.EQUAL, 1.0
         self._losses.find(state, number)
         if self._step.weight is None:
@@ -278,7 +280,7 @@ class SyncGradients(OrderedCallback):
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> None:
         """Averages what an optimizer is about to use and no hook has averaged yet."""
         state = self._state
-        if state is None or membership.current() is None:
+        if state is None:
             return
         is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self._step.backwards and optimizer.param_groups:
@@ -308,13 +310,13 @@ class SyncGradients(OrderedCallback):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Averages new gradients, and agrees on what the header carries."""
-        report, group = self._report(state, weight), membership.current()
-        if group is None or group.member.world_size == 1:
+        report, group = self._report(state, weight), self._group
+        if group is None:
             self._step.agreed = report
             return
         # Every rank must come to the same decision on how often to call the closure.
-        caller = optimizer or state[torchbearer.OPTIMIZER]
-        shared = closure_decides(caller) and torch.is_tensor(loss)
+        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER])
+        shared = decides and torch.is_tensor(loss)
         if shared:
             report.loss = float(loss.detach())
         summary = self._step.agreed = self._averager.reduce(group, report, average, optimizer)

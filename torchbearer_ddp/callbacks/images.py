@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torchbearer
 from torchbearer.callbacks import TensorBoardImages
-from torchbearer.callbacks.imaging import ImagingCallback, MakeGrid
+from torchbearer.callbacks.imaging import ClassAppearanceModel, ImagingCallback, MakeGrid
 
 from torchbearer_ddp.callbacks.hooks import StandIn
 from torchbearer_ddp.data.loaders import Share, share_of
@@ -120,6 +120,8 @@ class GatheredImages(StandIn):
         self._draw: Callable[[Any], None] = callback.process
         callback.process = self._process
         self._cache = _cache_of(callback.on_batch)
+        # What it draws is of the model, not of the batch.
+        self._sees_all = isinstance(callback, ClassAppearanceModel)
         if self._cache is not None:
             everywhere = bool(self._handlers(rank_zero=False))
             self._first = FirstImages(self._cache.number, everywhere=everywhere)
@@ -142,6 +144,12 @@ class GatheredImages(StandIn):
     def _process(self, state: Any) -> None:
         share = divided(state)
         if self._cache is None or share is None:
+            if share is not None and not self._sees_all:
+                self._sees_all = True  # said once
+                announce(
+                    f"{type(self.callback).__name__} draws from the batches of rank 0 alone; with "
+                    "cache(num_images) it draws the first images of all ranks"
+                )
             self._draw_here(state)
             return
         images = self._cache.take(state)

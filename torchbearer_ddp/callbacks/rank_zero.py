@@ -17,24 +17,27 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
     """Runs a callback on rank zero, and takes its place in the list on the other ranks.
 
     Give it to every rank, so that callback lists and their states have the same positions on all
-    ranks. It is for callbacks that write: files, logs, a console. A callback that changes gradients
-    or parameters must run on every rank instead.
+    ranks. It is for callbacks of your own that write: files, logs, a console. torchbearer's own are
+    called on rank zero without it. A callback that changes gradients or parameters must run on
+    every rank instead.
 
-    If the callback requests a stop, :class:`.SyncGradients` stops all ranks.
+    What happens inside is rank zero's alone: steps of an optimizer there are not averaged. If the
+    callback requests a stop, :class:`.SyncGradients` stops all ranks.
 
     Example: ::
 
         >>> from torchbearer import Trial
-        >>> from torchbearer.callbacks import Best, CSVLogger
+        >>> from torchbearer.callbacks import on_end_epoch
         >>> from torchbearer_ddp import RankZeroOnly, data_parallel
-        >>> trial = Trial(None, callbacks=[*data_parallel(), RankZeroOnly(CSVLogger('log.csv')),
-        ...                                RankZeroOnly(lambda: Best('runs/a/best.pt'))])
+        >>> @on_end_epoch
+        ... def show(state):
+        ...     print(state[torchbearer.METRICS])
+        >>> trial = Trial(None, callbacks=[*data_parallel(), RankZeroOnly(show)])
 
     Args:
         callback: The callback; or a function without arguments that returns it, which is called on
-            rank zero only. Use a function if the constructor of the callback has side effects: the
-            callbacks of torchbearer that save models create a folder, which fails if several ranks
-            do it at the same time.
+            rank zero only. Use a function if the constructor of the callback has side effects, for
+            example if it opens a file.
 
     Attributes:
         callback: The callback; None on the other ranks if it was given as a function.

@@ -17,10 +17,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, It
 from torchbearer_ddp.data.sampling import (
     Partition,
     Remainder,
+    Repeated,
+    ShardBatches,
     ShardIterable,
     ShardSampler,
     generators_of,
 )
+from torchbearer_ddp.log import announce
 
 _MARK = "_torchbearer_ddp_share"
 #: The arguments of a DataLoader that a share does not take from its loader's attributes.
@@ -81,7 +84,7 @@ def take_share(
     training: bool,
     seed: int,
     global_batch: bool = False,
-) -> DataLoader[Any]:
+) -> Any:
     """One rank's share of a loader, which is not changed itself.
 
     In training the shares have equal lengths; in evaluation no sample is in two shares. With
@@ -91,18 +94,21 @@ def take_share(
         ValueError: If the loader cannot be sharded.
     """
     _check(loader)
-    batch_size = loader.batch_size
+    batch_size = getattr(loader, "batch_size", None)
     if training and global_batch:
         batch_size = _divided(batch_size, world_size)
-    remainder = Remainder.KEEP
-    if training:
-        batches = loader.batch_sampler if batch_size is None else loader
-        remainder = Remainder.DROP if getattr(batches, "drop_last", False) else Remainder.PAD
+    remainder = _remainder(loader) if training else Remainder.KEEP
+    if not isinstance(loader, DataLoader):
+        return _take_batches(loader, loader, Partition(rank, world_size, remainder), seed)
+    changes = {"dataset": loader.dataset, "batch_size": batch_size, "drop_last": loader.drop_last}
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers:
+        # What each worker reads is not known here, so only whole batches can be divided.
+        inner = _rebuild(loader, changes) if batch_size != loader.batch_size else loader
+        return _take_batches(loader, inner, Partition(rank, world_size, remainder), seed)
     block = 1 if training else batch_size or 1
     partition = Partition(rank, world_size, remainder, block)
-    changes = {"dataset": loader.dataset, "batch_size": batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
-        changes["dataset"] = ShardIterable(loader.dataset, partition)
+        changes["dataset"] = ShardIterable(loader.dataset, partition, seed, batch_size or 1)
     elif _has_batch_sampler(loader):
         batch_sampler = ShardSampler(loader.batch_sampler, partition, seed)
         changes = {"dataset": loader.dataset, "batch_sampler": batch_sampler}
@@ -120,27 +126,55 @@ def take_share(
     return shared
 
 
+def take_repeated(share: Share, rank: int, world_size: int, steps: int) -> Any:
+    """One rank's share of more batches than a loader has, for evaluation."""
+    partition = Partition(rank, world_size, Remainder.KEEP)
+    return _take_batches(share.original, Repeated(share.original, steps), partition, share.seed)
+
+
+def _take_batches(loader: Any, inner: Any, partition: Partition, seed: int) -> ShardBatches:
+    shared = ShardBatches(inner, partition, seed)
+    total = len(inner) if hasattr(inner, "__len__") else None
+    setattr(shared, _MARK, Share(loader, seed, whole_batches=True, block=None, total=total))
+    if isinstance(loader, DataLoader):
+        what = "an IterableDataset with workers"
+        remedy = "shards_itself = True on a data set that divides itself saves that"
+    else:
+        what = f"a {type(loader).__name__}, not a DataLoader"
+        remedy = "a DataLoader saves that; for data that each rank has of its own use shard=False"
+    announce(
+        f"data: this is {what}, so each rank takes one of every {partition.world_size} "
+        f"batches, and makes all of them for that. {remedy}"
+    )
+    return shared
+
+
 def set_epoch(loader: Any, epoch: int) -> None:
     """Calls ``set_epoch`` of every part of a loader that has it."""
+    if isinstance(loader, ShardBatches):
+        loader.set_epoch(epoch)
+    if isinstance(loader, ShardBatches | Repeated):
+        set_epoch(loader.inner, epoch)
+        return
     batches = getattr(loader, "batch_sampler", None)
-    parts: list[Any] = [batches, getattr(batches, "sampler", None)]
+    parts: list[Any] = [loader, batches, getattr(batches, "sampler", None)]
     parts += [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
     for part in {id(p): p for p in parts}.values():
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
-def steps_of_share(steps: int | None, whole: int, share: int, *, training: bool) -> int | None:
-    """The number of steps of a rank, given the Trial's steps and the lengths of loader and share.
+def evaluation_steps(steps: int, rank: int, world_size: int) -> int:
+    """How many of the batches that are to be evaluated in all belong to a rank."""
+    return steps if steps < 0 else Partition(rank, world_size, Remainder.KEEP).length(steps)
 
-    Steps that the user chose are kept. Only in evaluation a rank stops at the end of its share, so
-    that no sample is used twice.
-    """
-    if steps is None or steps == whole:
-        return share
-    if training or steps < 0 or (steps > whole and share):
-        return steps
-    return min(steps, share)
+
+def _remainder(loader: Any) -> Remainder:
+    """What happens in training to what cannot be divided evenly."""
+    batches = loader
+    if getattr(loader, "batch_size", None) is None:
+        batches = getattr(loader, "batch_sampler", None) or loader
+    return Remainder.DROP if getattr(batches, "drop_last", False) else Remainder.PAD
 
 
 def _has_batch_sampler(loader: Any) -> bool:
@@ -150,11 +184,12 @@ def _has_batch_sampler(loader: Any) -> bool:
 
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
-        raise ValueError(
-            f"A {type(loader).__name__} cannot be sharded: only a torch DataLoader can. Give a "
-            "DataLoader, or give each rank its own data and switch sharding off for it with "
-            "ShardData(train=False), ShardData(validation=False) or ShardData(test=False)."
-        )
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise ValueError(
+                f"A {type(loader).__name__} cannot be sharded: it cannot be iterated. Give a "
+                "DataLoader, or something with __iter__ and __len__ that gives batches."
+            )
+        return
     if isinstance(loader.dataset, IterDataPipe):
         raise ValueError(
             "An IterDataPipe cannot be sharded: it has a sharding_filter of its own. Switch "

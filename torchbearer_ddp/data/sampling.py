@@ -82,6 +82,30 @@ def interleave(shares: Sequence[Sequence[_T]]) -> list[_T]:
     return [share[index] for index in range(longest) for share in shares if index < len(share)]
 
 
+@dataclass
+class OrderSeed:
+    """The seed of the order of an epoch, the same on every rank.
+
+    Attributes:
+        base: The seed of the loader.
+        passes: How many complete passes the epoch has had. torchbearer begins a second one in an
+            epoch that has more steps than batches, but reading only the first batch must not change
+            the order.
+    """
+
+    base: int
+    epoch: int = 0
+    passes: int = 0
+
+    def value(self) -> int:
+        """The seed of the next pass."""
+        return randomness.mix(self.base, self.epoch, self.passes)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass the first one of this epoch."""
+        self.epoch, self.passes = epoch, 0
+
+
 class ShardSampler(Sampler[Any]):
     """One rank's part of what another sampler draws: indices, or whole batches of them.
 
@@ -91,29 +115,29 @@ class ShardSampler(Sampler[Any]):
 
     def __init__(self, inner: Any, partition: Partition, seed: int) -> None:
         self.inner = inner
-        self.seed = seed
-        self.epoch = 0
-        self._passes = 0
+        self.order = OrderSeed(seed)
         self._partition = partition
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order is drawn next."""
+        return self.order.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass draw the order of this epoch."""
-        self.epoch = epoch
-        self._passes = 0
+        self.order.set_epoch(epoch)
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._partition.items(self._draw())
-        # Only a complete pass counts: torchbearer begins a second pass in an epoch that has more
-        # steps than batches, but reading only the first batch must not change the order.
-        self._passes += 1
+        self.order.passes += 1
 
     def __len__(self) -> int:
         return self._partition.length(len(self.inner))
 
     def _draw(self) -> list[Any]:
-        seed = randomness.mix(self.seed, self.epoch, self._passes)
+        seed = self.order.value()
         with randomness.preserved(), contextlib.ExitStack() as stack:
             randomness.seed_all(seed)
             for generator in generators_of(self.inner):
@@ -133,28 +157,104 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
+def drawn_alike(items: Iterable[_T], seed: int, at_once: int) -> Iterator[_T]:
+    """The items of something that draws random numbers, which are the same on every rank.
+
+    So many items are read at once: after that the generators of training are put back.
+    """
+    state: Any = None
+    source: Iterator[_T] | None = None
+    while True:
+        with randomness.preserved():
+            if source is None:
+                randomness.seed_all(seed)
+                source = iter(items)
+            else:
+                randomness.set_rng_state(state)
+            read = list(itertools.islice(source, at_once))
+            state = randomness.rng_state()
+        if not read:
+            return
+        yield from read
+
+
 class ShardIterable(IterableDataset[Any]):
     """One rank's part of a data set that can only be iterated.
 
-    Each rank reads the whole stream and keeps its items. In the worker processes of a DataLoader
-    the inner data set decides what each worker reads, as without sharding. Attributes are read from
-    and written to the inner data set, so a ``worker_init_fn`` works as before.
+    Each rank reads the whole stream, as many items at once as make a batch of all ranks, and keeps
+    its items. Attributes are read from and written to the inner data set.
     """
 
-    def __init__(self, inner: Any, partition: Partition) -> None:
-        vars(self).update(_inner=inner, _partition=partition)
+    def __init__(self, inner: Any, partition: Partition, seed: int, batch_size: int = 1) -> None:
+        at_once = batch_size * partition.world_size
+        vars(self).update(
+            _inner=inner, _partition=partition, _order=OrderSeed(seed), _at_once=at_once
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass draw the order of this epoch."""
+        self._order.set_epoch(epoch)
+        if hasattr(self._inner, "set_epoch"):
+            self._inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._partition.items(self._inner)  # type: ignore[no-any-return]
+        items = drawn_alike(self._inner, self._order.value(), self._at_once)
+        yield from self._partition.items(items)
+        self._order.passes += 1
 
     def __len__(self) -> int:
         return self._partition.length(len(self._inner))  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         # While this object is unpickled, its own attributes do not exist yet.
-        if name.startswith("__") or name in ("_inner", "_partition"):
+        if name.startswith("__") or name in ("_inner", "_partition", "_order", "_at_once"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._inner, name, value)
+
+
+class ShardBatches:
+    """One rank's part of the batches of any loader: every N-th.
+
+    Each rank makes all of the batches, which are the same on every rank, and drops the others.
+    Attributes are read from the loader.
+    """
+
+    def __init__(self, inner: Any, partition: Partition, seed: int) -> None:
+        self.inner = inner
+        self.order = OrderSeed(seed)
+        self._partition = partition
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass draw the order of this epoch."""
+        self.order.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = drawn_alike(self.inner, self.order.value(), self._partition.world_size)
+        yield from self._partition.items(batches)
+        self.order.passes += 1
+
+    def __len__(self) -> int:
+        return self._partition.length(len(self.inner))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class Repeated:
+    """A loader that starts over until it has given so many batches, as torchbearer does."""
+
+    def __init__(self, inner: Any, steps: int) -> None:
+        self.inner = inner
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        again = itertools.chain.from_iterable(self.inner for _ in itertools.count())
+        return itertools.islice(again, self._steps)
+
+    def __len__(self) -> int:
+        return self._steps

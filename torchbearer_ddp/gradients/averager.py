@@ -37,6 +37,8 @@ class Averager:
         self._optimizers: dict[int, str] = {}
         #: All parameters, also those that are left out.
         self._known: set[int] = set()
+        #: The parameters of each optimizer, with the sizes of its groups when they were read.
+        self._own: dict[int, tuple[list[int] | None, frozenset[int]]] = {}
         #: The number of the optimizer that trains a parameter, and the group of an optimizer.
         self._owner: dict[int, int] = {}
         self._groups: dict[int, int] = {}
@@ -178,7 +180,7 @@ class Averager:
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
-        self._optimizers, self._owner, self._groups = {}, {}, {}
+        self._optimizers, self._owner, self._groups, self._own = {}, {}, {}, {}
         self._at_step, self._done, self._mixed = set(), set(), 0
 
     def close(self) -> None:
@@ -197,10 +199,15 @@ class Averager:
             self._optimizers[id(optimizer)] = name
         return list(self._optimizers).index(id(optimizer))
 
-    def _take_in(self, optimizer: torch.optim.Optimizer) -> set[int]:
+    def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Adds parameters of an optimizer that are not known yet; returns all of its own."""
+        sizes = [len(each["params"]) for each in optimizer.param_groups]
+        known_sizes, identities = self._own.get(id(optimizer), (None, frozenset()))
+        if sizes == known_sizes:
+            return identities
         own = trained.parameters_of(optimizer)
-        identities = {id(parameter) for parameter in own}
+        identities = frozenset(map(id, own))
+        self._own[id(optimizer)] = sizes, identities
         if not identities <= self._known:
             name, number = self._optimizers[id(optimizer)], self._number(optimizer)
             new = [parameter for parameter in own if id(parameter) not in self._known]

@@ -87,6 +87,28 @@ def place(
     return views
 
 
+@torch.no_grad()
+def fill(
+    bucket: GradientBucket, parameters: Sequence[torch.nn.Parameter], factor: float, empty: bool
+) -> None:
+    """Copies gradients to their places in a bucket; a missing one, or all if empty, is zero."""
+    sources: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    for index, view in zip(bucket.indices, bucket.views, strict=True):
+        gradient = parameters[index].grad
+        if factor == 1.0 and gradient is view and not empty:
+            continue
+        if gradient is None or empty or gradient.is_sparse:
+            view.zero_()
+        elif factor != 1.0:
+            torch.mul(gradient, factor, out=view)
+        else:
+            sources.append(gradient)
+            places.append(view)
+    if places:
+        torch._foreach_copy_(places, sources)
+
+
 def _view(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's place, with its strides: a channels_last gradient is copied as it lies."""
     # A parameter with gaps or overlaps has no such strides: empty_like closes the gaps.

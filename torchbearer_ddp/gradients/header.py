@@ -169,4 +169,4 @@ def _whole(column: tuple[float, ...]) -> list[int]:
 
 
 def _bits(column: tuple[float, ...]) -> int:
-    return functools.reduce(operator.or_, map(int, column))
+    return functools.reduce(operator.or_, map(int, column)) if any(column) else 0

@@ -104,10 +104,7 @@ class GradientOrder(GradientHooks):
 
 
 class ChangedGradients(GradientHooks):
-    """Marks every gradient that backward writes.
-
-    Subclasses do more with it: :meth:`_appeared` is called with the index of the parameter.
-    """
+    """Marks every gradient that backward writes; subclasses do more with it."""
 
     def __init__(
         self,
@@ -121,19 +118,21 @@ class ChangedGradients(GradientHooks):
         super().__init__((p, self._hook(i, id(p))) for i, p in enumerate(parameters))
 
     def _hook(self, index: int, identity: int) -> Hook:
-        view, marks, appeared = self._views[index], self._marks, self._appeared
+        view, changed, mixed = self._views[index], self._marks.changed, self._marks.mixed
+        appeared = self._appeared
 
-        def changed(parameter: torch.Tensor) -> None:
-            if view is not None and identity not in marks.changed and parameter.grad is view:
-                marks.mixed.add(identity)
-            marks.changed.add(identity)
-            if self._send is not None:
+        def mark(parameter: torch.Tensor) -> None:
+            if identity not in changed:
+                changed.add(identity)
+                if view is not None and parameter.grad is view:
+                    mixed.add(identity)
+            if appeared is not None and self._send is not None:
                 appeared(index, parameter)
 
-        return changed
+        return mark
 
-    def _appeared(self, index: int, parameter: torch.Tensor) -> None:
-        pass
+    #: Called while armed with the index of a parameter and the parameter, if it is there.
+    _appeared: Callable[[int, torch.Tensor], None] | None = None
 
 
 class EarlySends(ChangedGradients):

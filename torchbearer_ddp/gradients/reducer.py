@@ -93,6 +93,7 @@ class Reducer:
             group: frozenset(id(each.parameter) for each in trained if each.group == group)
             for group in {0, *self._groups}
         }
+        self._every_identity = frozenset(map(id, self._parameters))
         self._kinds = self._current_kinds()
         self._sends_early = self._transport.overlaps and len(self._identities) == 1
         self._begun = False
@@ -140,8 +141,11 @@ class Reducer:
 
     def has_new_gradient(self, identities: set[int] | frozenset[int]) -> bool:
         """True if any of these parameters has a gradient that was not averaged."""
+        marks = self._marks
+        if identities <= marks.averaged and identities.isdisjoint(marks.changed):
+            return False  # as after every exchange
         return any(
-            id(parameter) in identities and self._marks.needs_average(parameter, view)
+            id(parameter) in identities and marks.needs_average(parameter, view)
             for parameter, view in zip(self._parameters, self._views, strict=True)
         )
 
@@ -207,6 +211,12 @@ class Reducer:
     def _find_new(self, report: RankReport) -> list[bool]:
         """Which parameters have a gradient to average; fills in the groups they are in."""
         marks = self._marks
+        if self._every_identity <= marks.changed and not marks.mixed:
+            # The usual case, in one go.
+            gradients = [parameter.grad for parameter in self._parameters]
+            used = [each is not None and not each.is_sparse for each in gradients]
+            if len(self._identities) == 1 and all(used):
+                return used
         used = []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             new = marks.needs_average(parameter, view)
@@ -222,6 +232,8 @@ class Reducer:
     def _keep(self, exchange: Exchange) -> None:
         """Keeps gradients to put back if no rank has a new one in their place."""
         overlaps = self._transport.overlaps
+        if not overlaps and all(exchange.used):
+            return
         for index in exchange.indices:
             gradient, view = self._parameters[index].grad, self._views[index]
             new = exchange.used[index]
@@ -241,25 +253,8 @@ class Reducer:
 
     def _start(self, index: int, factor: float, empty: bool) -> None:
         applied = self._transport.applies_weight
-        self._fill(self._buckets[index], 1.0 if applied else factor, empty)
+        layout.fill(self._buckets[index], self._parameters, 1.0 if applied else factor, empty)
         self._transport.start(index, factor if applied else 1.0)
-
-    @torch.no_grad()
-    def _fill(self, bucket: layout.GradientBucket, factor: float, empty: bool) -> None:
-        """Copies the gradients to their places in a bucket; one that is missing counts as zero."""
-        sources: list[torch.Tensor] = []
-        places: list[torch.Tensor] = []
-        for index, view in zip(bucket.indices, bucket.views, strict=True):
-            gradient = self._parameters[index].grad
-            if gradient is None or empty or gradient.is_sparse:
-                view.zero_()
-            elif factor != 1.0:
-                torch.mul(gradient, factor, out=view)
-            elif gradient is not view:
-                sources.append(gradient)
-                places.append(view)
-        if places:
-            torch._foreach_copy_(places, sources)
 
     def _exchange(self, exchange: Exchange, sent: int = 0) -> StepSummary:
         # The timeout starts here: buckets sent during backward do not block.

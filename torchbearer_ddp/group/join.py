@@ -98,7 +98,9 @@ def leave(why: str = "returned from the worker") -> None:
         # A rank that is still in an exchange which this one has completed does not wait for it.
         farewell = {"why": why, "sequence": group.sequence}
         _depart(group, rendezvous.LEAVE_SECONDS, (group.member.rank, farewell))
-        if not group.broken:
+        if group.broken:
+            membership.keep_open(group)
+        else:
             dist.destroy_process_group()
 
 
@@ -109,6 +111,7 @@ def abandon() -> None:
     """
     group = membership.set_current(None)
     if group is not None:
+        membership.keep_open(group)
         _depart(group, rendezvous.ABANDON_SECONDS, None)
 
 

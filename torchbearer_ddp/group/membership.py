@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchbearer_ddp import log
-from torchbearer_ddp.group.network import interface_of, loopback, route_to
+from torchbearer_ddp.group.network import interface_of, loopback, quiet_gloo, route_to
 from torchbearer_ddp.group.rendezvous import own_connection
 from torchbearer_ddp.log import logger
 
@@ -114,8 +114,8 @@ class _Membership:
 
     group: Group | None = None
     single: Member | None = None
-    #: torch's process group of the last run; after a failure it stays open, but nobody uses it.
-    left: Any = None
+    #: torch's process group of a run that failed: it stays open, but is not used any more.
+    abandoned: Any = None
     #: True once it is decided whether this process joins a group.
     settled = False
     join_by_itself: Callable[[], None] | None = None
@@ -152,11 +152,16 @@ def current() -> Group | None:
         # The user has called destroy_process_group, and perhaps made another group since.
         logger.warning("the script has destroyed the process group that this process was part of")
         set_current(None)
-    if _Membership.group is None and found is not None and found is not _Membership.left:
+    if _Membership.group is None and found is not None and found is not _Membership.abandoned:
         set_current(_adopt())
         if _Membership.on_adoption is not None:
             _Membership.on_adoption()
     return _Membership.group
+
+
+def keep_open(group: Group) -> None:
+    """Leaves torch's process group of a group as it is: it is neither closed nor used again."""
+    _Membership.abandoned = group.torch_group
 
 
 def single() -> Member | None:
@@ -170,8 +175,6 @@ def set_current(group: Group | None, single: Member | None = None) -> Group | No
     _Membership.group, _Membership.single = group, single
     if group is not None:
         group.torch_group = dist.group.WORLD
-    elif previous is not None:
-        _Membership.left = previous.torch_group
     # After the run this process keeps its rank in the log: its last lines are about that run.
     if member := group.member if group else single:
         log.set_rank(member.rank)
@@ -209,7 +212,8 @@ def gloo_interface(host: str | None) -> Iterator[None]:
     if interface:
         os.environ[name] = interface
     try:
-        yield
+        with quiet_gloo():
+            yield
     finally:
         if interface:
             os.environ.pop(name, None)

@@ -1,13 +1,22 @@
-"""Find the network interface that leads to a host."""
+"""The network that gloo uses: which interface, and what it prints about its connections."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import socket
 import struct
+import tempfile
+from collections.abc import Iterator
+
+import torch
 
 _SIOCGIFADDR = 0x8915
+_STDOUT = 1
+#: From this version on gloo does not print to stdout.
+_QUIET_TORCH = (2, 13)
+_LINE_OF_GLOO = b"[Gloo]"
 
 
 def loopback(host: str) -> str | None:
@@ -37,3 +46,25 @@ def interface_of(address: str | None) -> str | None:
                 if found == address or (found == "127.0.0.1" and address.startswith("127.")):
                     return name
     return None
+
+
+@contextlib.contextmanager
+def quiet_gloo() -> Iterator[None]:
+    """Keeps the lines about its connections that gloo prints in older versions out of stdout.
+
+    Programs read their ranks' output. What other threads print meanwhile is written afterwards.
+    """
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version >= _QUIET_TORCH:
+        yield
+        return
+    kept = os.dup(_STDOUT)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), _STDOUT)
+        try:
+            yield
+        finally:
+            os.dup2(kept, _STDOUT)
+            os.close(kept)
+            caught.seek(0)
+            os.write(_STDOUT, b"".join(x for x in caught if not x.startswith(_LINE_OF_GLOO)))

@@ -18,7 +18,6 @@ from typing import NoReturn
 
 #: A terminal or a launcher may send one request twice, to the process and to its group.
 ECHO_SECONDS = 1.0
-_TRIAL_MODULE = "torchbearer.trial"
 
 
 @dataclass
@@ -29,7 +28,6 @@ class StopRequest:
         signum: The signal that asked, or None.
         at: When it came, on the monotonic clock.
         polled: True while training reads the request at each step, so a signal need not interrupt.
-        loop: The frame of the Trial that reads it, if one does; 0 in a loop of the user's own.
         exiting: True once a second signal has started the exit handlers.
         resumable: True once a Checkpoint is in use: a restarted run continues where this one stops.
     """
@@ -37,7 +35,6 @@ class StopRequest:
     signum: int | None = None
     at: float = 0.0
     polled: bool = False
-    loop: int = 0
     exiting: bool = False
     resumable: bool = False
 
@@ -61,7 +58,7 @@ def requested() -> int | None:
 
     From the first call on, a signal does not interrupt the step but waits to be found here.
     """
-    _Current.request.polled, _Current.request.loop = True, _training_loop(sys._getframe())
+    _Current.request.polled = True
     return _Current.request.signum
 
 
@@ -77,7 +74,7 @@ def received() -> int | None:
 
 
 def stop_polling() -> None:
-    """Training has ended: from here on a signal interrupts at once."""
+    """A run has ended, perhaps by an exception: from here on a signal interrupts at once."""
     _Current.request.polled = False
 
 
@@ -96,22 +93,11 @@ def handle(signum: int, frame: FrameType | None) -> None:
         # A SIGTERM after SIGUSR2 is Slurm's last warning before SIGKILL: use the time that is left.
         return
     request.signum, request.at = signum, now
-    # A caught exception may have ended the Trial's loop without a word to us.
-    if request.polled and request.loop == _training_loop(frame):
+    if request.polled:
         return
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + signum)
-
-
-def _training_loop(frame: FrameType | None) -> int:
-    """Identifies the outermost call of a Trial's method that led to this frame; 0 without one."""
-    found = 0
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _TRIAL_MODULE:
-            found = id(frame)
-        frame = frame.f_back
-    return found
 
 
 def end(code: int) -> NoReturn:

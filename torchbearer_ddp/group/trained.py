@@ -16,8 +16,19 @@ _MAIN = {
     torchbearer.OPTIMIZER: "optimizer",
     torchbearer.CRITERION: "criterion",
 }
-#: Nothing in them is trained.
-_PASSED_OVER = {torchbearer.SELF, torchbearer.CALLBACK_LIST, torchbearer.HISTORY}
+#: Nothing in them is trained; a loader may be a list of all batches.
+_PASSED_OVER = {
+    torchbearer.SELF,
+    torchbearer.CALLBACK_LIST,
+    torchbearer.HISTORY,
+    torchbearer.GENERATOR,
+    torchbearer.TRAIN_DATA,
+    torchbearer.TRAIN_GENERATOR,
+    torchbearer.VALIDATION_DATA,
+    torchbearer.VALIDATION_GENERATOR,
+    torchbearer.TEST_DATA,
+    torchbearer.TEST_GENERATOR,
+}
 _DEPTH = 3
 
 

@@ -23,6 +23,7 @@ from torchbearer_ddp.log import logger
 
 #: Frames of these packages are not the user's.
 _LIBRARIES = ("torch", "torchbearer", "torchbearer_ddp")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class _Watch:
@@ -42,6 +43,12 @@ def watch(*, afresh: bool = False) -> None:
         _Watch.exchanges.clear()
     if _Watch.hook is None and not _Watch.warned:
         _Watch.hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def watch_under_torchrun() -> None:
+    """Watches a process of torchrun from the start: it may never join a group."""
+    if _TORCHRUN in os.environ:
+        watch()
 
 
 def begin_averaging(averager: Any) -> None:
@@ -86,7 +93,7 @@ def _place_in_world() -> tuple[int, int]:
     group = membership.current()
     if group is not None:
         return group.member.rank, group.member.world_size
-    if membership.single() is None and "TORCHELASTIC_RUN_ID" in os.environ:
+    if membership.single() is None and _TORCHRUN in os.environ:
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return 0, 1
 
