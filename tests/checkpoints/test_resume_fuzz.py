@@ -162,7 +162,6 @@ def interruption(kind, at):
             raise SystemExit(143)  # as the launcher ends a process that was asked to stop
 
     interrupt.on_end = end.on_end
-    interrupt.order = {"on_end": 100}
     return interrupt
 
 
