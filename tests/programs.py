@@ -153,6 +153,23 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[name] == value, name
 
 
+class Stopped(Exception):
+    """What :func:`failing` raises."""
+
+
+def failing(at: int) -> Any:
+    """A callback that fails at the given batch, counted over all epochs of this process."""
+    left = [at]
+
+    @torchbearer.callbacks.on_sample
+    def fail(state: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Stopped
+
+    return fail
+
+
 # Short trainings.
 
 

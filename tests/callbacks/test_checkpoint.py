@@ -19,29 +19,12 @@ from torchbearer.callbacks import (
     on_step_training,
 )
 
-from tests.programs import assert_same, build, network, outcome, train
+from tests.programs import Stopped, assert_same, build, failing, network, outcome, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly
 from torchbearer_ddp.checkpoints import contents, file
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives, stop_request
-
-
-class Stopped(Exception):
-    pass
-
-
-def failing(at):
-    """A callback that fails at the given batch, counted over all epochs."""
-    left = [at]
-
-    @on_sample
-    def fail(state):
-        left[0] -= 1
-        if not left[0]:
-            raise Stopped
-
-    return fail
 
 
 def interrupted(folder, at, **options):

@@ -9,19 +9,15 @@ import pytest
 import torch
 import torchbearer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, WeightedRandomSampler
-from torchbearer.callbacks import Callback, on_sample
+from torchbearer.callbacks import Callback
 
-from tests.programs import assert_same, outcome
+from tests.programs import Stopped, assert_same, failing, outcome
 from tests.ranks import RankPool
 from torchbearer_ddp import Checkpoint, data_parallel
 from torchbearer_ddp.checkpoints import generators
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import collectives, membership, wire
-
-
-class Stopped(Exception):
-    pass
 
 
 class Jitter(torch.nn.Module):
@@ -131,18 +127,6 @@ def build(sampler, *callbacks):
         verbose=0,
     )
     return trial.with_train_generator(DataLoader(Samples(), **SAMPLERS[sampler]()))
-
-
-def failing(at):
-    left = [at]
-
-    @on_sample
-    def fail(state):
-        left[0] -= 1
-        if not left[0]:
-            raise Stopped
-
-    return fail
 
 
 def check(folder, sampler, at):

@@ -8,32 +8,15 @@ import pytest
 import torch
 import torchbearer
 from torch.utils.data import DataLoader, TensorDataset
-from torchbearer.callbacks import Callback, on_sample
+from torchbearer.callbacks import Callback
 
-from tests.programs import assert_same, outcome
+from tests.programs import Stopped, assert_same, failing, outcome
 from tests.ranks import RankPool, ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, data_parallel
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import DistributedError
 from torchbearer_ddp.group import collectives, membership
-
-
-class Stopped(Exception):
-    pass
-
-
-def failing(at):
-    """A callback that fails at the given batch, counted over all epochs."""
-    left = [at]
-
-    @on_sample
-    def fail(state):
-        left[0] -= 1
-        if not left[0]:
-            raise Stopped
-
-    return fail
 
 
 def as_a_new_process():

@@ -18,7 +18,7 @@ import torchbearer
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 from torchbearer.callbacks import EarlyStopping, on_sample
 
-from tests.programs import Noisy, assert_same, build, outcome
+from tests.programs import Noisy, Stopped, assert_same, build, outcome
 from tests.ranks import RankPool
 from torchbearer_ddp import Checkpoint
 from torchbearer_ddp.checkpoints.writer import finish_writing
@@ -26,10 +26,6 @@ from torchbearer_ddp.group import collectives, stop_request
 
 CASES = int(os.environ.get("TORCHBEARER_DDP_RESUMES", "6"))
 FIRST = int(os.environ.get("TORCHBEARER_DDP_FIRST_RESUME", "0"))
-
-
-class Stopped(Exception):
-    pass
 
 
 def generator():
@@ -162,7 +158,6 @@ def interruption(kind, at):
             raise SystemExit(143)  # as the launcher ends a process that was asked to stop
 
     interrupt.on_end = end.on_end
-    interrupt.order = {"on_end": 100}
     return interrupt
 
 

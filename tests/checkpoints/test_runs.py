@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 import torchbearer
-from torchbearer.callbacks import EarlyStopping, on_end_epoch, on_sample, on_step_training
+from torchbearer.callbacks import EarlyStopping, on_end_epoch, on_step_training
 
-from tests.programs import assert_same, build, outcome
+from tests.programs import Stopped, assert_same, build, failing, outcome
 from tests.ranks import RankPool
 from torchbearer_ddp import Checkpoint, RankZeroOnly
 from torchbearer_ddp.checkpoints import file
@@ -17,23 +17,6 @@ from torchbearer_ddp.group import collectives, stop_request
 
 #: Steps of an epoch in one process.
 STEPS = 8
-
-
-class Stopped(Exception):
-    pass
-
-
-def failing(at):
-    """A callback that fails at the given batch, counted over all epochs of this process."""
-    left = [at]
-
-    @on_sample
-    def fail(state):
-        left[0] -= 1
-        if not left[0]:
-            raise Stopped
-
-    return fail
 
 
 def twice(trial):

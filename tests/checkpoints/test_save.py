@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torchbearer.callbacks import on_step_training
 from tests.programs import build, network, train
 from tests.ranks import ranks
 from torchbearer_ddp import Checkpoint, CheckpointError
+from torchbearer_ddp.callbacks.callback_order import OrderedCallback
 from torchbearer_ddp.checkpoints import file, rank_state
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule
 from torchbearer_ddp.group import collectives, membership
@@ -33,17 +35,24 @@ def test_gather_to_without_a_group():
     assert collectives.gather_to({"a": 1}, "values") == [{"a": 1}]
 
 
+class AfterAll(OrderedCallback):
+    """Calls a function after a step and after every other callback, Checkpoint too."""
+
+    order: ClassVar = {"on_step_training": 100}
+
+    def __init__(self, body):
+        super().__init__()
+        self._body = body
+
+    def on_step_training(self, state):
+        self._body(state)
+
+
 def exchanges_by_step(*callbacks):
     """The number of exchanges from the end of one step to the end of the next, by step."""
     counted = []
 
-    @on_step_training
-    def count(state):
-        counted.append(membership.current().sequence)
-
-    trial = build(*callbacks, count)
-    # After Checkpoint, which comes after all others.
-    count.order = {"on_step_training": 100}
+    trial = build(*callbacks, AfterAll(lambda state: counted.append(membership.current().sequence)))
     trial.run(1)
     return [after - before for before, after in itertools.pairwise(counted[1:])]
 
@@ -96,11 +105,7 @@ def plain_run(checkpoint, *callbacks, steps=6):
 def test_without_sync_gradients_the_clock_is_still_rank_zero_s(tmp_path):
     saved = []
 
-    @on_step_training
-    def note(state):
-        saved.append(checkpoint._schedule.saved_step)
-
-    note.order = {"on_step_training": 100}
+    note = AfterAll(lambda state: saved.append(checkpoint._schedule.saved_step))
     # Rank one's own clock would never be due.
     seconds = 1e-9 if collectives.rank() == 0 else 3600
     checkpoint = Checkpoint(tmp_path, every_seconds=seconds, every_epochs=None, monitor=None)

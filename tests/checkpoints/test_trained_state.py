@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchbearer.callbacks import Callback, on_sample
 from torchbearer.state import StateKey
 
-from tests.programs import assert_same, outcome
+from tests.programs import Stopped, assert_same, failing, outcome
 from tests.ranks import RankPool
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, SyncGradients, SyncMetrics
 from torchbearer_ddp.checkpoints import contents, file, trained_state
@@ -21,22 +21,6 @@ from torchbearer_ddp.group import collectives, membership
 
 DISC, DISC_OPTIMIZER = StateKey("disc"), StateKey("disc_optimizer")
 LOSS, LOOSE, ODD, FAILS = (StateKey(name) for name in ("loss_module", "loose", "odd", "fails"))
-
-
-class Stopped(Exception):
-    pass
-
-
-def failing(at):
-    left = [at]
-
-    @on_sample
-    def fail(state):
-        left[0] -= 1
-        if not left[0]:
-            raise Stopped
-
-    return fail
 
 
 class Adversary(Callback):

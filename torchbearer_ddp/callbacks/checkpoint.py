@@ -27,6 +27,10 @@ from torchbearer_ddp.log import announce
 class Checkpoint(OrderedCallback):
     """Saves everything an exact resume needs, and continues from it when the script starts again.
 
+    Besides the model and the optimizer these are all modules, optimizers and schedulers in the
+    state and on callbacks, the random generators of each rank, and the place in the epoch and in
+    the script.
+
     Rank zero writes; the file appears under its name only when it is whole. The folder holds
     ``epoch-0007.pt`` (after 7 epochs), ``step-0001234.pt`` (after 1234 steps), ``best-val_loss.pt``
     and ``latest``, which points to the newest of them.
@@ -42,7 +46,8 @@ class Checkpoint(OrderedCallback):
         every_epochs: Save after every so many epochs, and after the last; None for not at all.
         every_steps: Save after every so many steps, counted over all epochs.
         every_seconds: Save when so much time has passed since the last save.
-        keep: How many of the newest ``epoch-`` and ``step-`` files stay; None for all.
+        keep: How many of the newest ``epoch-`` and ``step-`` files stay, and of those at the ends
+            of earlier calls of ``run()``; None for all.
         monitor: The metric, or metrics, by which the best epoch is kept as well; None for none.
         mode: ``min``, ``max``, or ``auto``, which takes ``max`` for names that contain ``acc`` or
             ``auc``; a dict gives each monitor its own.

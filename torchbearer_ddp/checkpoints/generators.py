@@ -47,6 +47,8 @@ _PASSED_OVER = (
     float,
     type(None),
 )
+#: What every module has, apart from the modules in it.
+_OF_MODULES = vars(torch.nn.Module()).keys() - {"_modules"}
 
 
 def collect(state: Any) -> dict[str, Any]:
@@ -121,6 +123,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType):
         return [("self", value.__self__), ("function", value.__func__)]
     held = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, torch.nn.Module):
+        return [(name, each) for name, each in held.items() if name not in _OF_MODULES]
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:

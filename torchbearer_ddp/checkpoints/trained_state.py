@@ -41,7 +41,7 @@ def find(state: Any) -> dict[str, Any]:
     """Everything that can save and load itself, but the model, the optimizer and the callbacks."""
     callbacks = contents.named_callbacks(state[torchbearer.CALLBACK_LIST])
     known = {id(each) for each in contents.schedulers(callbacks).values()}
-    model = {id(tensor) for tensor in _tensors(state[torchbearer.MODEL])}
+    model: set[int] = set()
     found = {}
     for name, thing in _walk(state):
         if name in contents.MAIN or _DATA.match(name) or id(thing) in known:
@@ -50,6 +50,7 @@ def find(state: Any) -> dict[str, Any]:
             continue
         if isinstance(thing, torch.nn.Module):
             tensors = {id(tensor) for tensor in _tensors(thing)}
+            model = model or {id(tensor) for tensor in _tensors(state[torchbearer.MODEL])}
             if tensors and tensors <= model:
                 continue
         found[name] = thing
@@ -68,6 +69,7 @@ class Saveable:
 
     def __init__(self) -> None:
         self._named: set[str] = set()
+        self._has_looked = False
 
     def collect(self, state: Any, has_local_parts: bool) -> tuple[States, Digests]:
         """The states of what can be saved, and with several ranks their checksums.
@@ -90,10 +92,10 @@ class Saveable:
             "Let its state_dict return None, numbers, strings, bytes, tensors, and lists, tuples, "
             "sets and dicts of these.",
         )
-        self._warn(
-            generators.problems(state),
-            "Use a generator of torch or numpy, or a random.Random.",
-        )
+        if not self._has_looked:
+            self._has_looked = True
+            remedy = "Use a generator of torch or numpy, or a random.Random."
+            self._warn(generators.problems(state), remedy)
         return states, digests
 
     def _warn(self, problems: list[str], remedy: str) -> None:
