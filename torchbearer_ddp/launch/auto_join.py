@@ -64,7 +64,7 @@ def join_by_itself() -> None:
     plan = dataclasses.replace(plan, prefix=f"{plan.prefix}/itself")
     # Never closed: signals are handled until the process ends.
     _Process.resources.enter_context(rank_process.prepared(plan, plan.member))
-    before = sys.excepthook
+    before, _Process.pid = sys.excepthook, os.getpid()
     try:
         join(plan.member, plan.host, plan.ports, serve=plan.serve, prefix=plan.prefix)
     except Exception as error:
@@ -80,13 +80,16 @@ class _Process:
     """What lasts until this process ends."""
 
     resources = contextlib.ExitStack()
+    #: The process that has joined: one that it forks inherits its handlers, but is not the rank.
+    pid: int | None = None
     #: The signal that has stopped this rank, once it has left its group.
     signum: int | None = None
 
 
 def _leave_at_exit() -> None:
-    _Process.signum = stop_request.received()
-    leave("ended")
+    if os.getpid() == _Process.pid:
+        _Process.signum = stop_request.received()
+        leave("ended")
 
 
 @atexit.register
@@ -111,6 +114,9 @@ def _end_with_errors(plan: Plan, before: Callable[..., Any]) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = before
+        if os.getpid() != _Process.pid:
+            before(kind, error, trace)
+            return
         rank_process.fail(error)
         if isinstance(error, KeyboardInterrupt):
             failures.exit_now(128 + (stop_request.received() or signal.SIGINT))
