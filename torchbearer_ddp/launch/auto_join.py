@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing import util
+from multiprocessing.process import parent_process
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +41,7 @@ _GENERATORS = {"python": "Python's random", "numpy": "numpy", "torch": "torch"}
 def _is_started_rank() -> bool:
     """True if torchrun or srun has started this process; False in a loader's worker."""
     started = environments.in_torchrun(os.environ) or environments.in_slurm_step(os.environ)
-    return started and multiprocessing.parent_process() is None
+    return started and parent_process() is None
 
 
 def join_by_itself() -> None:
@@ -100,7 +100,7 @@ def _exit_with_signal() -> None:
     """
     if _Process.signum:
         # Those that were registered before this one.
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        util._exit_function()  # type: ignore[attr-defined]
         logging.shutdown()
         stop_request.end(128 + _Process.signum)
 
