@@ -72,15 +72,12 @@ $(VENV)/%.stamp: $(VENV)/base.stamp
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
 	touch $@
 
-# The floor: the lower bound of torch, everything else as pinned.
-$(VENV)-floor/compat.stamp: setup.py constraints.txt
+# The floor: the lower bounds of Python and torch. The pinned versions are for newer Pythons.
+$(VENV)-floor/compat.stamp: setup.py
 	$(FLOOR_PYTHON) -m venv $(VENV)-floor
-	grep -v '^torch==' constraints.txt > $(VENV)-floor/constraints.txt
-	$(VENV)-floor/bin/pip install -q -c $(VENV)-floor/constraints.txt setuptools wheel
-	$(VENV)-floor/bin/pip install -q -c $(VENV)-floor/constraints.txt \
-		--extra-index-url $(TORCH_INDEX) torch==$(FLOOR_TORCH)
-	$(VENV)-floor/bin/pip install -q --no-build-isolation -c $(VENV)-floor/constraints.txt \
-		-e '.[test]'
+	$(VENV)-floor/bin/pip install -q -U setuptools wheel
+	$(VENV)-floor/bin/pip install -q --extra-index-url $(TORCH_INDEX) torch==$(FLOOR_TORCH)
+	$(VENV)-floor/bin/pip install -q --no-build-isolation -e '.[test]'
 	touch $@
 
 # The newest: what a plain pip install takes today.

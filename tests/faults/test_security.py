@@ -37,6 +37,7 @@ def test_a_local_run_listens_on_loopback_only():
 MAY_PICKLE = {
     "launch/rank.py": {"cloudpickle"},
     "launch/supervisor.py": {"cloudpickle"},
+    "launch/worker.py": {"cloudpickle", "pickle"},
     "checkpoints/file.py": {"pickle"},
 }
 PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg", "joblib"}

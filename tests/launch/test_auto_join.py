@@ -26,16 +26,23 @@ def two_ranks(what, environment=torchrun):
         yield zero, one
 
 
-@pytest.mark.parametrize("environment", [torchrun, slurm_step])
-def test_two_ranks_train_as_one_process_with_their_batches_together(environment):
+def test_two_ranks_train_as_one_process_with_their_batches_together():
     with (
-        two_ranks("train", environment) as (zero, one),
+        two_ranks("train") as (zero, one),
+        two_ranks("launch", slurm_step) as (first, second),
         Program("two_lines.py", "train", "8") as alone,
     ):
-        assert [p.code() for p in (zero, one, alone)] == [0, 0, 0], zero.text() + one.text()
-        assert zero.output == one.output == alone.output
+        ranks = (zero, one, first, second)
+        codes = [p.code() for p in (*ranks, alone)]
+        assert codes == [0] * 5, "".join(p.text() for p in ranks)
+        assert all(each.output[-1:] == alone.output for each in ranks)
+        # A script that calls run_distributed as well: its worker runs on the rank that it is.
+        assert (first.output[0], second.output[0]) == ("[(0, 2)]\n", "[(1, 2)]\n")
+        ignored = "this script is rank 0 of 2, started by srun; run_distributed ignores nproc_per"
+        assert ignored in first.text()
         assert zero.text().count("2 ranks") == 2  # on which hosts, and the transport
-        assert one.said() == alone.said() == ""
+        assert "from the Slurm step of job" in first.text()
+        assert one.said() == second.said() == alone.said() == ""
 
 
 def test_ranks_that_drew_other_numbers_continue_alike_with_a_warning():
@@ -64,14 +71,6 @@ def test_a_signal_stops_all_ranks_at_one_step():
     with two_ranks("signal") as (zero, one):
         assert [p.code(20) for p in (zero, one)] == [143, 143], zero.text() + one.text()
         assert zero.output == one.output != []
-
-
-def test_run_distributed_in_such_a_script_runs_the_worker_on_its_rank():
-    with two_ranks("launch") as (zero, one):
-        assert [p.code() for p in (zero, one)] == [0, 0], zero.text() + one.text()
-        assert (zero.output[0], one.output[0]) == ("[(0, 2)]\n", "[(1, 2)]\n")
-        ignored = "this script is rank 0 of 2, started by torchrun; run_distributed ignores nproc_"
-        assert ignored in zero.text()
 
 
 def test_a_step_of_one_task_stays_alone_and_says_how_to_start_more():

@@ -3,9 +3,11 @@
 import gzip
 import os
 import re
+import runpy
 import struct
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy
@@ -50,16 +52,31 @@ def write_idx(path, data, packed):
         path.write_bytes(raw)
 
 
-def test_idx_files_packed_or_not_under_torchrun(tmp_path):
+def write_digits(folder, counts, packed=()):
+    folder.mkdir(exist_ok=True)
     digits = numpy.random.default_rng(0)
-    for name, count in (("train", 200), ("t10k", 50)):
+    for name, count in counts.items():
         labels = digits.integers(0, 10, count).astype(numpy.uint8)
         # A digit is told by its row: easy enough for two epochs.
         images = numpy.zeros((count, 28, 28), numpy.uint8)
         images[numpy.arange(count), labels] = 255
-        write_idx(tmp_path / f"{name}-images-idx3-ubyte", images, packed=name == "train")
-        write_idx(tmp_path / f"{name}-labels-idx1-ubyte", labels, packed=name == "train")
+        write_idx(folder / f"{name}-images-idx3-ubyte", images, packed=name in packed)
+        write_idx(folder / f"{name}-labels-idx1-ubyte", labels, packed=name in packed)
+
+
+def test_idx_files_packed_or_not_under_torchrun(tmp_path):
+    write_digits(tmp_path, {"train": 200, "t10k": 50}, packed=("train",))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = ["--data-dir", ".", "--epochs", "15", "--batch-size", "10"]
     printed = run(tmp_path, *words, launcher=[*torchrun, "--nproc-per-node", "2"])
     assert accuracy(printed) >= 0.9
+
+
+def test_another_data_dir_is_read_after_a_first_run(tmp_path):
+    digits = runpy.run_path(str(EXAMPLE))["digits"]
+    sizes = []
+    for name, count in (("first", 3), ("second", 5), ("first", 3)):
+        write_digits(tmp_path / name, {"train": count, "t10k": 2})
+        training, _ = digits(Namespace(data_dir=str(tmp_path / name), out=str(tmp_path / "runs")))
+        sizes.append(len(training))
+    assert sizes == [3, 5, 3]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.concurrent
 
 @pytest.mark.parametrize(
     ("worker", "method", "ranks"),
-    [("object", "spawn", 2), ("partial", "fork", 1), ("partial", "forkserver", 1)],
+    [("object", "spawn", 2), ("partial", "forkserver", 1)],
 )
 def test_a_rank_sees_what_one_process_sees(worker, method, ranks):
     words = ("module_level.py", worker, method)

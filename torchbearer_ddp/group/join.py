@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -22,6 +23,11 @@ from torchbearer_ddp.group.bounded import in_time
 from torchbearer_ddp.group.membership import Group, Member, gloo_interface, transport_timeout
 from torchbearer_ddp.group.roll_call import roll_call
 from torchbearer_ddp.version import __version__
+
+#: The key under which ranks count that are connected to all others.
+_CONNECTED = "connected"
+#: How long a rank that has nothing to do waits for slower ones to connect.
+_CONNECT_SECONDS = 30.0
 
 
 def join(
@@ -75,6 +81,7 @@ def join(
         f"ranks could not connect to each other within {member.timeout:g} s. Check that the hosts "
         "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
     )
+    store.add(_CONNECTED, 1)
     membership.set_current(group)
     if member.world_size > 1:
         unsynchronised.watch(afresh=True)
@@ -95,6 +102,7 @@ def leave(why: str = "returned from the worker") -> None:
     """
     group = membership.set_current(None)
     if group is not None and dist.is_initialized():
+        _await_connections(group)
         # A rank that is still in an exchange which this one has completed does not wait for it.
         farewell = {"why": why, "sequence": group.sequence}
         _depart(group, rendezvous.LEAVE_SECONDS, (group.member.rank, farewell))
@@ -102,6 +110,19 @@ def leave(why: str = "returned from the worker") -> None:
             membership.keep_open(group)
         else:
             dist.destroy_process_group()
+
+
+def _await_connections(group: Group) -> None:
+    """Waits until every rank has connected: to close before would break another rank's start."""
+    if group.address is None or rendezvous.is_gone(group.store):  # adopted, or nobody to ask
+        return
+    size, seconds = group.member.world_size, min(group.member.timeout, _CONNECT_SECONDS)
+    with contextlib.suppress(LaunchError):
+        in_time(
+            lambda: rendezvous.await_count(group.store, _CONNECTED, size, seconds),
+            time.monotonic() + seconds + rendezvous.STORE_SECONDS,
+            "the store does not answer",
+        )
 
 
 def abandon() -> None:

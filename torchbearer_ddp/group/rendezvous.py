@@ -223,6 +223,11 @@ def farewells(store: Store, world_size: int) -> dict[int, dict[str, Any]]:
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:
     """Waits until every rank has left the run, for at most ``seconds``."""
+    await_count(store, "left", world_size, seconds)
+
+
+def await_count(store: Store, key: str, count: int, seconds: float) -> None:
+    """Waits until a counter in the store has reached a number, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
-    while store.add("left", 0) < world_size and time.monotonic() < deadline:
+    while store.add(key, 0) < count and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

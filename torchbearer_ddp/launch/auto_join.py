@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing import util
+from multiprocessing.process import parent_process
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +41,7 @@ _GENERATORS = {"python": "Python's random", "numpy": "numpy", "torch": "torch"}
 def _is_started_rank() -> bool:
     """True if torchrun or srun has started this process; False in a loader's worker."""
     started = environments.in_torchrun(os.environ) or environments.in_slurm_step(os.environ)
-    return started and multiprocessing.parent_process() is None
+    return started and parent_process() is None
 
 
 def join_by_itself() -> None:
@@ -64,7 +64,7 @@ def join_by_itself() -> None:
     plan = dataclasses.replace(plan, prefix=f"{plan.prefix}/itself")
     # Never closed: signals are handled until the process ends.
     _Process.resources.enter_context(rank_process.prepared(plan, plan.member))
-    before = sys.excepthook
+    before, _Process.pid = sys.excepthook, os.getpid()
     try:
         join(plan.member, plan.host, plan.ports, serve=plan.serve, prefix=plan.prefix)
     except Exception as error:
@@ -80,13 +80,16 @@ class _Process:
     """What lasts until this process ends."""
 
     resources = contextlib.ExitStack()
+    #: The process that has joined: one that it forks inherits its handlers, but is not the rank.
+    pid: int | None = None
     #: The signal that has stopped this rank, once it has left its group.
     signum: int | None = None
 
 
 def _leave_at_exit() -> None:
-    _Process.signum = stop_request.received()
-    leave("ended")
+    if os.getpid() == _Process.pid:
+        _Process.signum = stop_request.received()
+        leave("ended")
 
 
 @atexit.register
@@ -97,7 +100,7 @@ def _exit_with_signal() -> None:
     """
     if _Process.signum:
         # Those that were registered before this one.
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        util._exit_function()  # type: ignore[attr-defined]
         logging.shutdown()
         stop_request.end(128 + _Process.signum)
 
@@ -111,6 +114,9 @@ def _end_with_errors(plan: Plan, before: Callable[..., Any]) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = before
+        if os.getpid() != _Process.pid:
+            before(kind, error, trace)
+            return
         rank_process.fail(error)
         if isinstance(error, KeyboardInterrupt):
             failures.exit_now(128 + (stop_request.received() or signal.SIGINT))

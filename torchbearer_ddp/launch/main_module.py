@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import multiprocessing
 import sys
 from dataclasses import dataclass
+from multiprocessing.process import current_process
 from pathlib import Path
 from types import ModuleType
 
@@ -101,7 +101,7 @@ def check_launch(function: str) -> None:
     """
     if _ModuleLevel.is_running:
         raise LaunchReached
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if getattr(current_process(), "_inheriting", False):
         raise LaunchError(
             f"{function} was called while another process of multiprocessing, such as a loader's "
             "worker with the start method spawn or forkserver, imports the script. Put the call "
