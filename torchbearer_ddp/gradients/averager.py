@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients.exchange import Trained
 from torchbearer_ddp.gradients.header import MAX_GROUPS, MODULUS, RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import GradientOrder, Marks
+from torchbearer_ddp.gradients.known_optimizers import KnownOptimizers
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.weights import Average, Weights
 from torchbearer_ddp.group import collectives, replicas, trained
@@ -35,12 +35,11 @@ class Averager:
         self._skip = list(skip)
         self._marks = Marks()
         self._parameters: trained.Named = []
-        #: Optimizers and their names; they are kept, so that none gets the identity of another.
-        self._optimizers: dict[int, tuple[torch.optim.Optimizer, str]] = {}
-        #: All parameters, also those that are left out.
+        self._optimizers = KnownOptimizers()
+        #: All parameters, and those of them that are left to each rank or to torch's DDP.
         self._known: set[int] = set()
-        #: The number of the optimizer that trains a parameter, and the group of an optimizer.
-        self._owner: dict[int, int] = {}
+        self._left_out: frozenset[int] = frozenset()
+        #: The group of what an optimizer trains, by the optimizer's number.
         self._groups: dict[int, int] = {}
         self._order = GradientOrder([])
         self._outside: list[torch.nn.Parameter] = []
@@ -66,13 +65,7 @@ class Averager:
 
     def track(self, state: Any) -> None:
         """Sets what is trained from here on; a reducer for something else is closed."""
-        modules = trained.modules(state).values()
-        wrapped = [
-            inner
-            for module in modules
-            for inner in module.modules()
-            if isinstance(inner, DistributedDataParallel)
-        ]
+        wrapped = trained.averaged_by_torch(state)
         if wrapped and not self._announced:
             announce(_WRAPPED)
         found = trained.parameters(state, [*self._skip, *wrapped])
@@ -86,18 +79,15 @@ class Averager:
             self._parameters = found
             if before:  # in this run: each rank has made them with its own random numbers
                 self._strangers = [(name, p) for name, p in found if id(p) not in before]
-            self._optimizers = {id(each): (each, name) for name, each in optimizers.items()}
-            for number, optimizer in enumerate(optimizers.values()):
-                for parameter in trained.parameters_of(optimizer):
-                    self._owner.setdefault(id(parameter), number)
+            self._optimizers = KnownOptimizers(optimizers)
             left_out = [p for each in [*self._skip, *wrapped] for p in trained.parameters_of(each)]
-            self._known = {id(p) for p in [*left_out, *(p for _, p in found)]}
+            self._left_out = frozenset(map(id, left_out))
+            self._known = {*self._left_out, *(id(parameter) for _, parameter in found)}
             self._order = GradientOrder([parameter for _, parameter in found])
 
     def name_of(self, optimizer: torch.optim.Optimizer) -> str:
         """The name of an optimizer, for messages."""
-        self._number(optimizer)
-        return self._optimizers[id(optimizer)][1]
+        return self._optimizers.name(self._optimizers.number(optimizer))
 
     def begin_step(self) -> None:
         """Begins a step: an average of the step before is no average of this one."""
@@ -118,7 +108,7 @@ class Averager:
         exchange at its first step, and at every step after one that it has made, also on a rank
         that has no gradient for it this time; unless the Trial's backward has averaged them.
         """
-        number = self._number(optimizer)
+        number = self._optimizers.number(optimizer)
         done = number in self._done
         self._done.discard(number)
         own = self._take_in(optimizer)
@@ -153,7 +143,7 @@ class Averager:
             optimizer: The one that is about to step; None after a backward of the Trial.
         """
         self._order.close()  # after the first backward the order is known
-        report.site = 0 if optimizer is None else self._number(optimizer) + 1
+        report.site = 0 if optimizer is None else self._optimizers.number(optimizer) + 1
         only = None if optimizer is None else self._take_in(optimizer)
         flags = bytes(parameter.requires_grad for _, parameter in self._parameters)
         report.frozen = zlib.crc32(flags) % MODULUS
@@ -181,7 +171,7 @@ class Averager:
     def check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises, on every rank, if an optimizer is about to step on a sum of sums."""
         if self._mixed and any(
-            self._mixed >> self._group(self._owner.get(id(parameter), 0)) & 1
+            self._mixed >> self._group(self._optimizers.owner(parameter)) & 1
             for parameter in trained.parameters_of(optimizer)
             if parameter.grad is not None
         ):
@@ -200,7 +190,7 @@ class Averager:
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
         self._known = set()
-        self._optimizers, self._owner, self._groups = {}, {}, {}
+        self._optimizers, self._groups = KnownOptimizers(), {}
         self._at_step, self._stepped, self._done, self._mixed = set(), set(), set(), 0
 
     def close(self) -> None:
@@ -212,32 +202,25 @@ class Averager:
     def _is_new(self, parameter: torch.nn.Parameter) -> bool:
         return self._marks.needs_average(parameter)
 
-    def _number(self, optimizer: torch.optim.Optimizer) -> int:
-        """The number of an optimizer; one that is not known yet is taken in."""
-        if id(optimizer) not in self._optimizers:
-            name = f"{type(optimizer).__name__} number {len(self._optimizers)}"
-            self._optimizers[id(optimizer)] = optimizer, name
-        return list(self._optimizers).index(id(optimizer))
-
     def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """Adds parameters of an optimizer that are not known yet; returns all of its own."""
+        """Adds parameters of an optimizer that are not known yet; returns all that are averaged."""
         own = trained.parameters_of(optimizer)
         identities = frozenset(map(id, own))
         if not identities <= self._known:
-            number = self._number(optimizer)
-            _, name = self._optimizers[id(optimizer)]
+            number = self._optimizers.number(optimizer)
+            name = self._optimizers.name(number)
             new = [parameter for parameter in own if id(parameter) not in self._known]
             named = [(f"{name}, parameter {index}", each) for index, each in enumerate(new)]
             self._parameters = [*self._parameters, *named]
             self._outside = [*self._outside, *new]
             self._strangers += named
             self._known |= identities
-            self._owner.update((id(parameter), number) for parameter in new)
+            self._optimizers.set_owner(number, new)
             announce(
                 f"averaging {len(new)} more parameters, which {name} trains: they were not in the "
                 "state of the Trial or on a callback when this epoch began"
             )
-        return identities
+        return identities - self._left_out
 
     def _group(self, number: int) -> int:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
@@ -276,8 +259,7 @@ class Averager:
     def _place(self, site: int) -> str:
         if not site:
             return "after a backward pass"
-        names = [name for _, name in self._optimizers.values()]
-        return f"before the step of {names[site - 1] if site <= len(names) else 'another one'}"
+        return f"before the step of {self._optimizers.name(site - 1)}"
 
     def _agree_on_frozen(self, **extra: Any) -> list[dict[str, Any]]:
         return collectives.agree(
@@ -315,7 +297,7 @@ class Averager:
         wanted = [index for index in order if index in active]
         self.close()
         self._outside = [parameter for i, parameter in indexed if i not in active]
-        owners = {i: self._owner.get(id(parameter), 0) for i, parameter in indexed if i in active}
+        owners = {i: self._optimizers.owner(parameter) for i, parameter in indexed if i in active}
         self._groups = {
             owner: min(number, MAX_GROUPS - 1)
             for number, owner in enumerate(sorted(set(owners.values())))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torchbearer
+from torch.nn.parallel import DistributedDataParallel
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -57,6 +58,12 @@ def modules(state: Any) -> dict[str, torch.nn.Module]:
 def optimizers(state: Any) -> dict[str, torch.optim.Optimizer]:
     """Every optimizer by its name, the Trial's first."""
     return {name: each for name, each in walk(state) if isinstance(each, torch.optim.Optimizer)}
+
+
+def averaged_by_torch(state: Any) -> list[torch.nn.Module]:
+    """Every DistributedDataParallel, also inside another module."""
+    found = [each for module in modules(state).values() for each in module.modules()]
+    return [each for each in found if isinstance(each, DistributedDataParallel)]
 
 
 def parameters(state: Any, skip: Iterable[Any] = ()) -> Named:

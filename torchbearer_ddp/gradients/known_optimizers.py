@@ -1,0 +1,49 @@
+"""The optimizers of a run: their numbers, their names, and what each of them trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from torchbearer_ddp.group import trained
+
+
+class KnownOptimizers:
+    """Numbers optimizers in the order in which they were found, the same on every rank.
+
+    They are kept, so that no later one gets the identity of one that is gone.
+    """
+
+    def __init__(self, found: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
+        self._known: dict[int, tuple[torch.optim.Optimizer, str]] = {}
+        self._owner: dict[int, int] = {}
+        for number, (name, optimizer) in enumerate((found or {}).items()):
+            self._known[id(optimizer)] = optimizer, name
+            self.set_owner(number, trained.parameters_of(optimizer))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int:
+        """The number of an optimizer, a new one if it was not known."""
+        if id(optimizer) not in self._known:
+            self._known[id(optimizer)] = (
+                optimizer,
+                f"{type(optimizer).__name__} number {len(self._known)}",
+            )
+        return list(self._known).index(id(optimizer))
+
+    def name(self, number: int) -> str:
+        """The name of an optimizer, for messages; another rank may know more of them."""
+        names = [name for _, name in self._known.values()]
+        return names[number] if number < len(names) else f"optimizer number {number}"
+
+    def owner(self, parameter: torch.nn.Parameter) -> int:
+        """The number of the first optimizer that trains a parameter; 0 if none does."""
+        return self._owner.get(id(parameter), 0)
+
+    def set_owner(self, number: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Notes what an optimizer trains, as far as no other one did so before."""
+        for parameter in parameters:
+            self._owner.setdefault(id(parameter), number)
