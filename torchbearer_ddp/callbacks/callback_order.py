@@ -31,12 +31,21 @@ class OrderedCallback(Callback):  # type: ignore[misc]
     Attributes:
         order: The place by hook: :data:`FIRST`, 0 (as in the list) or :data:`LAST`; a number below
             ``FIRST`` or above ``LAST`` is before or after other callbacks with these.
+        only_once: True if a second one of its kind in a list would do its work twice.
     """
 
     order: ClassVar[Mapping[str, int]] = {}
+    only_once: ClassVar[bool] = False
 
     def on_init(self, state: Any) -> None:
         """Replaces the callback list at init, the earliest hook, so that all others are ordered."""
+        found = sum(type(each) is type(self) for each in state[torchbearer.CALLBACK_LIST])
+        if self.only_once and found > 1:
+            raise ValueError(
+                f"{type(self).__name__} is in the list of callbacks {found} times. data_parallel() "
+                "contains SyncModel, ShardData, SyncGradients and SyncMetrics: use it once, and "
+                "give it the options."
+            )
         membership.ensure_joined()
         unsynchronised.watch()
         callbacks = state[torchbearer.CALLBACK_LIST]

@@ -86,6 +86,7 @@ class ShardData(OrderedCallback):
         - :attr:`torchbearer.state.EPOCH`: The current epoch
     """
 
+    only_once: ClassVar[bool] = True
     # First, so that every other callback reads the sharded loaders and their steps.
     order: ClassVar[Mapping[str, int]] = {"on_start": FIRST - 1, "on_start_epoch": FIRST}
 

@@ -67,6 +67,7 @@ class SyncGradients(OrderedCallback):
         - :attr:`torchbearer.state.STOP_TRAINING`: Becomes the same on every rank
     """
 
+    only_once: ClassVar[bool] = True
     # First in on_backward: a callback that clips must see the average. Last where others may ask to
     # stop: only then is it known whether they do.
     order: ClassVar[Mapping[str, int]] = {
@@ -177,13 +178,13 @@ class SyncGradients(OrderedCallback):
     def state_dict(self) -> dict[str, Any]:
         """What was found out about the losses and their weights."""
         return {
-            "losses": list(self._exchange.losses.kinds),
+            "losses": self._exchange.losses.state_dict(),
             "regular": self._exchange.averager.regular,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> SyncGradients:
         """Restores what was found out about the losses, as :meth:`state_dict` returned it."""
-        self._exchange.losses.restore(state_dict.get("losses", []))
+        self._exchange.losses.load_state_dict(state_dict.get("losses", []))
         self._exchange.averager.regular = float(state_dict.get("regular", 0.0))
         return self
 

@@ -10,9 +10,7 @@ from torchbearer.callbacks import AggregatePredictions
 
 from torchbearer_ddp.callbacks import progress
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
-from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.callbacks.gradients import SyncGradients
-from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.data.loaders import share_of
 from torchbearer_ddp.gradients.loss import divisor
 from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES
@@ -51,6 +49,7 @@ class SyncMetrics(OrderedCallback):
         - :attr:`torchbearer.state.FINAL_PREDICTIONS`: Replaced by those of all ranks
     """
 
+    only_once: ClassVar[bool] = True
     # First at the end, so that every other callback reads pooled values. Last elsewhere, after the
     # callbacks that may replace the list of metrics.
     order: ClassVar[Mapping[str, int]] = {
@@ -72,7 +71,6 @@ class SyncMetrics(OrderedCallback):
     def on_init(self, state: Any) -> None:
         """At init: the progress bar reads metrics before any callback, so the list itself pools."""
         super().on_init(state)
-        _check_once(state[torchbearer.CALLBACK_LIST])
         if collectives.world_size() > 1:
             self._pool(state)
             progress.silence(state)
@@ -146,18 +144,6 @@ class SyncMetrics(OrderedCallback):
             state[torchbearer.METRIC_LIST] = metrics
         metrics.loss_rule = self._loss_rule
         self._current = metrics
-
-
-def _check_once(callbacks: Any) -> None:
-    """Two lists of data_parallel() would average gradients and metrics twice."""
-    for kind in (SyncModel, ShardData, SyncGradients, SyncMetrics):
-        found = sum(isinstance(callback, kind) for callback in callbacks)
-        if found > 1:
-            raise ValueError(
-                f"{kind.__name__} is in the list of callbacks {found} times. data_parallel() "
-                "contains SyncModel, ShardData, SyncGradients and SyncMetrics: use it once, and "
-                "give it the options."
-            )
 
 
 class _LossRule(LossRule):

@@ -40,6 +40,7 @@ class SyncModel(OrderedCallback):
         - :attr:`torchbearer.state.HISTORY`: The epochs done so far
     """
 
+    only_once: ClassVar[bool] = True
     # After the callbacks that may load or initialise weights, and before Checkpoint.
     order: ClassVar[Mapping[str, int]] = {"on_start": LAST, "on_end_training": LAST}
 
@@ -144,7 +145,7 @@ def _replicated(state: Any) -> replicas.Named:
     """Parameters and buffers, which must be equal on all ranks."""
     skip = _skipped(state)
     tensors: replicas.Named = [*trained.parameters(state, skip), *trained.buffers(state, skip)]
-    return [(name, tensor) for name, tensor in tensors if not is_lazy(tensor)]
+    return [(name, each) for name, each in tensors if not is_lazy(each) and not each.is_meta]
 
 
 def _refuse_lazy(state: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class Averager:
         self._kinds: list[Any] = []
         #: The weight of a regular batch, the same on every rank; 0 as long as it is not known.
         self.regular = 0.0
+        #: The batch size of the loader, if it is known: the first batch may be a short one.
+        self.expected = 0.0
         self._is_current = False
         #: True if messages of a backward pass that failed are still under way.
         self._failed = False
@@ -89,9 +91,13 @@ class Averager:
         """The name of an optimizer, for messages."""
         return self._optimizers.name(self._optimizers.number(optimizer))
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, sums: bool) -> None:
         """Begins a step: an average of the step before is no average of this one."""
         self._marks.averaged.clear()
+        self._marks.before.clear()
+        if sums:  # backward must not add to them without a word
+            grads = ((id(parameter), parameter.grad) for _, parameter in self._parameters)
+            self._marks.before.update((each, grad) for each, grad in grads if grad is not None)
 
     def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass, whose gradients may travel while it runs."""
@@ -116,16 +122,17 @@ class Averager:
             return False
         expected = number in self._at_step or (not is_main and number not in self._stepped)
         self._stepped.add(number)
-        if self.reducer is None:
-            known = [parameter for _, parameter in self._parameters if id(parameter) in own]
-            new = any(parameter.grad is not None for parameter in known)
-        else:
-            outside = [p for p in self._outside if id(p) in own]
-            new = self.reducer.has_new_gradient(own) or any(map(self._is_new, outside))
-        if new or (expected and not done):
+        if self.has_new_gradient(own) or (expected and not done):
             self._at_step.add(number)
             return True
         return False
+
+    def has_new_gradient(self, own: frozenset[int]) -> bool:
+        """True if any of these parameters has a gradient that was not averaged."""
+        if self.reducer is None:
+            return any(p.grad is not None for _, p in self._parameters if id(p) in own)
+        outside = [parameter for parameter in self._outside if id(parameter) in own]
+        return self.reducer.has_new_gradient(own) or any(map(self._is_new, outside))
 
     def reduce(
         self,
@@ -163,10 +170,9 @@ class Averager:
         self._done.discard(report.site - 1)
         return summary
 
-    def loss(self, average: Average, summary: StepSummary) -> float:
+    def combine(self, average: Average, losses: Sequence[float], weights: Sequence[float]) -> float:
         """The loss that one process would have."""
-        weights = Weights(len(summary.losses), self.regular)
-        return weights.combine(average, summary.losses, summary.weights)
+        return Weights(len(losses), self.regular).combine(average, losses, weights)
 
     def check_mixed(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises, on every rank, if an optimizer is about to step on a sum of sums."""
@@ -282,13 +288,14 @@ class Averager:
             sparse=[i for i, p in indexed if p.grad is not None and p.grad.is_sparse],
             strangers=replicas.fingerprint(self._strangers),
             weight=report.weight,
+            expected=self.expected,
             regular=self.regular,
         )
         if any(each["failed"] for each in everyone):
             group.renew_gradients()
         self._failed = False
         self._align_strangers([each["strangers"] for each in everyone])
-        weights = [each["weight"] for each in everyone]
+        weights = [max(each["weight"], each["expected"]) for each in everyone]
         self.regular = max(each["regular"] for each in everyone) or max(weights) or 1.0
         active = {index for each in everyone for index in each["active"]}
         sparse = {index for each in everyone for index in each["sparse"]}

@@ -98,7 +98,9 @@ def fill(
         gradient = parameters[index].grad
         if factor == 1.0 and gradient is view and not empty:
             continue
-        if gradient is None or empty or gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient is None or empty:
             view.zero_()
         elif factor != 1.0:
             torch.mul(gradient, factor, out=view)

@@ -24,11 +24,13 @@ class Marks:
         averaged: The gradient was averaged in this step. A callback may have replaced it since, by
             a clipped one.
         mixed: Backward has added to an average.
+        before: Gradients at the start of the step, noted for a loss that sums.
     """
 
     changed: set[int] = field(default_factory=set)
     averaged: set[int] = field(default_factory=set)
     mixed: set[int] = field(default_factory=set)
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def needs_average(self, parameter: torch.Tensor, view: torch.Tensor | None = None) -> bool:
         """True if the gradient is new; ``view`` is where the last average was handed out."""
@@ -119,12 +121,14 @@ class ChangedGradients(GradientHooks):
 
     def _hook(self, index: int, identity: int) -> Hook:
         view, changed, mixed = self._views[index], self._marks.changed, self._marks.mixed
+        before = self._marks.before
         appeared = self._appeared
 
         def mark(parameter: torch.Tensor) -> None:
             if identity not in changed:
                 changed.add(identity)
-                if view is not None and parameter.grad is view:
+                gradient = parameter.grad
+                if gradient is not None and (gradient is view or gradient is before.get(identity)):
                     mixed.add(identity)
             if appeared is not None and self._send is not None:
                 appeared(index, parameter)

@@ -97,6 +97,23 @@ def classify(criterion: Any, state: Any) -> Verdict:
         return Verdict("unknown", f"it cannot be examined ({type(error).__name__}: {error})")
 
 
+def is_value_of(criterion: Any, state: Any) -> bool:
+    """True if the loss of the step is what the criterion returns, up to rounding."""
+    try:
+        with (
+            torch.no_grad(),
+            randomness.preserved(),
+            warnings.catch_warnings(),
+            on_copies(criterion, state),
+        ):
+            warnings.simplefilter("ignore")
+            count = _count(state)
+            _Evaluator(criterion, state, count).check_complete(count)
+            return True
+    except Exception:  # raised here it would leave the other ranks waiting
+        return False
+
+
 def combine(verdicts: Sequence[Verdict]) -> Verdict:
     """One verdict from those of all ranks, which saw different batches."""
     known = {each.kind for each in verdicts} - {"unknown"}

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 import torchbearer
+from torchbearer.bases import base_closure
 
 from torchbearer_ddp.data.batch import batch_size
-from torchbearer_ddp.gradients.loss import Verdict, classify, combine, divisor
+from torchbearer_ddp.gradients.loss import Verdict, classify, combine, divisor, is_value_of
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
 
 CHOICES = ("mean", "sum", "coupled")
+#: The loss of torchbearer's own closure is the criterion's, even if callbacks have added to it.
+_STANDARD_CLOSURE = base_closure.__qualname__ + ".<locals>.closure"
 #: How many batches are looked at where one cannot tell.
 _TRIES = 3
 _PAGE = "See the page on losses in the documentation."
@@ -57,15 +60,21 @@ class LossVerdicts:
         """Forgets what was found: a run begins."""
         #: The kinds found so far, in the order of the backward passes of a step.
         self.kinds: list[str] = []
-        #: The criterion of each; None for one that was found before a restart.
+        #: The criterion of each; a description for one that was found before a restart.
         self._criteria: list[Any] = []
         self._tries = 0
         self._seen = 0
         self._taken_for_means: set[str] = set()
 
-    def restore(self, kinds: list[str]) -> None:
+    def state_dict(self) -> list[list[str]]:
+        """The kinds found so far, and a description of the criterion of each."""
+        pairs = zip(self.kinds, self._criteria, strict=True)
+        return [[kind, _describe(criterion)] for kind, criterion in pairs]
+
+    def load_state_dict(self, found: list[list[str]]) -> None:
         """Takes what was found before a restart."""
-        self.kinds, self._criteria = list(kinds), [None] * len(kinds)
+        self.kinds = [kind for kind, _ in found]
+        self._criteria = [description for _, description in found]
 
     def kind(self, number: int = 0) -> str | None:
         """The kind of one loss of a step; None as long as it is not known."""
@@ -113,7 +122,7 @@ class LossVerdicts:
         is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
         self._seen = id(loss)
         mine = (
-            classify(criterion, state)
+            _examine(criterion, state)
             if is_new
             else Verdict("unknown", "the closure keeps it under a key of its own")
         )
@@ -121,6 +130,11 @@ class LossVerdicts:
         agreed = combine([Verdict(*each) for each in everyone])
         self._tries += 1
         if agreed.later and self._tries < _TRIES:
+            if self._tries == 1:
+                announce(
+                    f"it cannot be told yet whether the loss is a mean or a sum ({agreed.reason}); "
+                    "it is taken for a mean until a later batch tells"
+                )
             return
         late = self._tries > 1 and agreed.kind == "sum"
         self._tries = 0
@@ -135,6 +149,24 @@ class LossVerdicts:
         """True if the loss of a backward pass was found; a Trial may change its criterion."""
         if number >= len(self.kinds):
             return False
-        if self._criteria[number] is None:
+        if self._criteria[number] == _describe(criterion):
             self._criteria[number] = criterion
         return self._criteria[number] is criterion
+
+
+def _describe(criterion: Any) -> str:
+    """A text that changes with the criterion, and not from run to run."""
+    if isinstance(criterion, str):
+        return criterion
+    if isinstance(criterion, torch.nn.Module):
+        return repr(criterion)
+    return str(getattr(criterion, "__qualname__", type(criterion).__qualname__))
+
+
+def _examine(criterion: Any, state: Any) -> Verdict:
+    """The kind of the criterion, if the loss is the criterion's and not the closure's own."""
+    trial = state.get(torchbearer.SELF)
+    closure = getattr(getattr(trial, "closure", None), "__qualname__", "")
+    if closure != _STANDARD_CLOSURE and not is_value_of(criterion, state):
+        return Verdict("unknown", "the closure computes another loss than the criterion")
+    return classify(criterion, state)

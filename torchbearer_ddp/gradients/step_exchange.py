@@ -15,7 +15,7 @@ from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
 from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
 from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.gradients.wishes import Wishes
-from torchbearer_ddp.group import membership, stop_request, trained
+from torchbearer_ddp.group import collectives, membership, stop_request, trained
 from torchbearer_ddp.group.membership import Group
 
 
@@ -58,6 +58,8 @@ class StepExchange:
         self.asks_to_stop = False
         self.group: Group | None = None
         self._state: Any = None
+        #: The loss that the last exchange has made equal on all ranks.
+        self._shared_loss: Any = None
         self._optimizer_steps = OptimizerSteps(self._before_closure, self._before_update)
 
     def begin(self, state: Any) -> None:
@@ -67,13 +69,15 @@ class StepExchange:
         self.group = group if group is not None and group.member.world_size > 1 else None
         if self.group is not None:
             self._state = state
+            loader = state.get(torchbearer.GENERATOR)
+            self.averager.expected = float(getattr(loader, "batch_size", None) or 0)
             self.averager.track(state)
             self._optimizer_steps.watch()
 
     def begin_step(self) -> None:
         """Begins a step, in which nothing is agreed yet."""
         self.step = Step()
-        self.averager.begin_step()
+        self.averager.begin_step(sums=self.losses.kind() == "sum")
 
     def end(self) -> None:
         """Ends what a run has changed for the whole process; gradients get memory of their own."""
@@ -81,7 +85,7 @@ class StepExchange:
         self.averager.forget()
         self.averager.regular = 0.0
         self.accumulation.clear()
-        self._state = self.group = None
+        self._state = self.group = self._shared_loss = None
 
     def before_backward(self, state: Any) -> None:
         """From here on a full bucket may travel while backward runs."""
@@ -122,7 +126,8 @@ class StepExchange:
         is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self.step.backwards and optimizer.param_groups:
             # A closure that does not call on_backward, or that has skipped this batch.
-            if all(p.grad is None for p in trained.parameters_of(optimizer)):
+            own = frozenset(map(id, trained.parameters_of(optimizer)))
+            if not self.averager.has_new_gradient(own):
                 self.losses.find(state, 0)
                 self.step.weight = 0.0
             result = self.after_backward(state, result)
@@ -135,7 +140,17 @@ class StepExchange:
                 average, weight = self.losses.of_another_optimizer(state, name)
             result = self._exchange(state, average, weight, result, optimizer)
         self.averager.check_mixed(optimizer)
+        if closure_decides(optimizer) and result is not None and result is not self._shared_loss:
+            result = self._share(state, result)
         return result
+
+    def _share(self, state: Any, result: Any) -> Any:
+        """Gives every rank one loss, where a closure has returned another than the state holds."""
+        mine = float(result), self.losses.weight(state, 0)
+        everyone = collectives.all_gather(mine, "the loss of a closure")
+        values, weights = zip(*everyone, strict=True)
+        agreed = self.averager.combine(self.losses.average(0), values, weights)
+        return result.detach().fill_(agreed) if torch.is_tensor(result) else agreed
 
     def _exchange(
         self,
@@ -157,11 +172,12 @@ class StepExchange:
         summary = self.step.agreed = self.averager.reduce(group, report, average, optimizer)
         if not decides:
             return loss
-        agreed = self.averager.loss(average, summary)
+        agreed = self.averager.combine(average, summary.losses, summary.weights)
+        self._shared_loss = agreed
         if torch.is_tensor(loss):
             loss.detach().fill_(agreed)
-            return loss
-        return agreed
+            self._shared_loss = loss
+        return self._shared_loss
 
     def _report(self, state: Any, weight: float) -> RankReport:
         """What this rank reports to the others at this step."""
