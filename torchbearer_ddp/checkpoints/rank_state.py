@@ -27,8 +27,15 @@ def collect(state: Any, started: dict[str, Any], place: dict[str, Any] | None) -
             "metrics": metrics,
             "history": state[torchbearer.HISTORY],
             "epoch": place,
+            "batch_size": train_batch_size(state),
         }
     )
+
+
+def train_batch_size(state: Any) -> int | None:
+    """The batch size of the training data on this rank; ranks may have different ones."""
+    loader, _ = state[torchbearer.SELF].state[torchbearer.TRAIN_DATA] or (None, None)
+    return getattr(loader, "batch_size", None)
 
 
 def unpack(part: dict[str, Any], device: Any) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from torchbearer_ddp.log import announce
 
 def data_plan(state: Any) -> dict[str, Any]:
     """What must be the same for a place in an epoch to mean the same; known after all started."""
-    generator, steps = state[torchbearer.SELF].state[torchbearer.TRAIN_DATA] or (None, None)
+    _, steps = state[torchbearer.SELF].state[torchbearer.TRAIN_DATA] or (None, None)
     return {
         "world_size": collectives.world_size(),
         "train_steps": steps,
-        "batch_size": getattr(generator, "batch_size", None),
+        "batch_size": rank_state.train_batch_size(state),
     }
 
 
@@ -281,10 +281,13 @@ class Resume:
     def _choose_part(self, state: Any) -> None:
         """Takes this rank's part, where the ranks and the data are as they were."""
         plan, batch = data_plan(state), self._section["batch"]
+        saved = {name: self._section[name] for name in plan}
+        if saved["world_size"] == plan["world_size"]:
+            saved["batch_size"] = self._own_part(state).get("batch_size", saved["batch_size"])
         changed = {
-            name: (self._section[name], value)
+            name: (saved[name], value)
             for name, value in plan.items()
-            if self._section[name] != value and (batch or name == "world_size")
+            if saved[name] != value and (batch or name == "world_size")
         }
         # Of any rank: all must go the same way from here on.
         everyone = collectives.all_gather(changed, "the conditions of a checkpoint")
