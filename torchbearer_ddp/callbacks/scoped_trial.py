@@ -38,7 +38,7 @@ def _scoped(kind: Any) -> Any:
 
 def _method(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         callbacks = self.state[torchbearer.CALLBACK_LIST]
         if not self._depth:  # a callback may evaluate within a run
             callbacks.enter()
@@ -52,7 +52,7 @@ def _method(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             if not self._depth:
                 callbacks.leave()
 
-    return scoped
+    return wrapper
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients.exchange import Trained
 from torchbearer_ddp.gradients.header import MAX_GROUPS, MODULUS, RankReport, StepSummary
-from torchbearer_ddp.gradients.hooks import GradientOrder, Marks
+from torchbearer_ddp.gradients.hooks import GradientOrder, Marks, name_hooks
 from torchbearer_ddp.gradients.known_optimizers import KnownOptimizers
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.weights import Average, Weights
@@ -61,7 +61,7 @@ class Averager:
         self._is_current = False
         #: True if messages of a backward pass that failed are still under way.
         self._failed = False
-        self._announced = self._named_hooks = False
+        self._announced = False
         #: None until the first exchange, and after :meth:`close`.
         self.reducer: Reducer | None = None
 
@@ -316,24 +316,14 @@ class Averager:
             Weights(group.member.world_size, self.regular),
             self._marks,
         )
-        self._name_hooks()
         if not self._announced:
+            name_hooks(self._parameters)
             announce(self.reducer.choice)
             self._announced = True
 
     def _set_weights(self, group: Group) -> None:
         if self.reducer is not None:
             self.reducer.weights = Weights(group.member.world_size, self.regular)
-
-    def _name_hooks(self) -> None:
-        """Says that hooks of the script act before the average: nothing can come before them."""
-        hooked = [name for name, parameter in self._parameters if parameter._backward_hooks]
-        if hooked and not self._named_hooks:
-            self._named_hooks = True
-            announce(
-                f"{hooked[0]} has a hook of the script (register_hook): it acts on each rank's own "
-                "gradient, before the average. Clip in a callback instead, which sees the average"
-            )
 
     def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
         """Gives every rank rank zero's values of parameters that appeared during the run."""

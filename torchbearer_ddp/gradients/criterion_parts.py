@@ -33,7 +33,7 @@ def _collect(value: Any, found: dict[int, Any], depth: int) -> None:
         for each in (value.func, *value.args, *value.keywords.values()):
             _collect(each, found, depth)
     elif isinstance(value, types.MethodType):
-        _collect_object(value.__self__, found, depth)
+        _collect_attributes(value.__self__, found, depth)
         _collect(value.__func__, found, depth)
     elif isinstance(value, types.FunctionType):
         if not value.__module__.startswith("torch."):
@@ -41,10 +41,10 @@ def _collect(value: Any, found: dict[int, Any], depth: int) -> None:
             for each in _used_by(value):
                 _collect(each, found, depth - 1)
     elif callable(value):
-        _collect_object(value, found, depth)
+        _collect_attributes(value, found, depth)
 
 
-def _collect_object(value: Any, found: dict[int, Any], depth: int) -> None:
+def _collect_attributes(value: Any, found: dict[int, Any], depth: int) -> None:
     if isinstance(value, torch.nn.Module):
         _collect(value, found, depth)
     elif not isinstance(value, type) and hasattr(value, "__dict__"):

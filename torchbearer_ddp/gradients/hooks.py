@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchbearer_ddp.gradients.buckets import GradientBucket
+from torchbearer_ddp.log import announce
 
 #: Copies the gradients of the bucket with this index into it, and starts its sum.
 Send = Callable[[int], None]
@@ -203,3 +204,14 @@ class EarlyCopies(ChangedGradients):
         if gradient.layout is torch.strided and not gradient.requires_grad:
             view.copy_(gradient)
             parameter.grad = view
+
+
+def name_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Says that hooks of the script act before the average: nothing can come before them."""
+    for name, parameter in named:
+        if parameter._backward_hooks:
+            announce(
+                f"{name} has a hook of the script (register_hook): it acts on each rank's own "
+                "gradient, before the average. Clip in a callback instead, which sees the average"
+            )
+            return

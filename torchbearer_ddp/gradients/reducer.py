@@ -16,7 +16,6 @@ from torchbearer_ddp.gradients.header import Header, RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import ChangedGradients, EarlyCopies, EarlySends, Marks
 from torchbearer_ddp.gradients.transports.choose import choose
 from torchbearer_ddp.gradients.weights import Average, Weights, counts_nothing
-from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
 
@@ -190,7 +189,7 @@ class Reducer:
         used = self._find_new(report, only)
         # A backward pass that failed has sent a part of its gradients, and nothing is left of them.
         report.failed = sent > 0 and all(each.grad is None for each in self._parameters)
-        layouts = self._layouts(used) if report.regroup else None
+        layouts = sparse.layouts(self._parameters, self._views, used) if report.regroup else None
         exchange = Exchange(report, used, average, counts_nothing(average, report.weight))
         exchange.empty |= report.failed
         summary = self._exchange(exchange, sent)
@@ -202,7 +201,9 @@ class Reducer:
             summary = self._exchange(exchange)
         self._hand_out(summary, exchange)
         if summary.regroup:
-            self._restore_layouts(layouts or self._layouts(used))
+            sparse.restore_layouts(
+                self._parameters, layouts or sparse.layouts(self._parameters, self._views, used)
+            )
         self._begun = False
         self._group.past_first_step = True
         self._since = time.perf_counter()
@@ -231,21 +232,6 @@ class Reducer:
         if marks.mixed:
             report.mixed = _bits(g for g, i in self._identities.items() if i & marks.mixed)
         return used
-
-    def _layouts(self, used: list[bool]) -> tuple[list[int], list[int]]:
-        """Which new gradients in the buckets are sparse, and which are dense."""
-        new = [i for i, view in enumerate(self._views) if used[i] and view is not None]
-        sparse_ones = [i for i in new if self._parameters[i].grad.is_sparse]  # type: ignore[union-attr]
-        return sparse_ones, [i for i in new if i not in sparse_ones]
-
-    def _restore_layouts(self, mine: tuple[list[int], list[int]]) -> None:
-        """Gives a sum of sparse gradients alone the layout that it has in one process."""
-        everyone = collectives.all_gather(mine, "the layouts of the gradients")
-        dense = {index for _, indices in everyone for index in indices}
-        for index in {index for indices, _ in everyone for index in indices} - dense:
-            view = self._views[index]
-            if view is not None:
-                self._parameters[index].grad = view.to_sparse(1)
 
     def _keep(self, exchange: Exchange) -> None:
         """Keeps gradients to put back if no rank has a new one in their place."""

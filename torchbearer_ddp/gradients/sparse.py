@@ -50,3 +50,25 @@ def _combine(parts: list[Part], parameter: torch.Tensor) -> torch.Tensor:
         for each in dense:
             total = total + each.to(parameter.device)
     return total
+
+
+def layouts(
+    parameters: Sequence[torch.nn.Parameter],
+    views: Sequence[torch.Tensor | None],
+    used: Sequence[bool],
+) -> tuple[list[int], list[int]]:
+    """Which new gradients of parameters that have a place in a bucket are sparse, which dense."""
+    new = [i for i, view in enumerate(views) if used[i] and view is not None]
+    found = [i for i in new if (g := parameters[i].grad) is not None and g.is_sparse]
+    return found, [i for i in new if i not in found]
+
+
+def restore_layouts(
+    parameters: Sequence[torch.nn.Parameter], mine: tuple[list[int], list[int]]
+) -> None:
+    """Gives a sum of sparse gradients alone the layout that it has in one process; collective."""
+    everyone = collectives.all_gather(mine, "the layouts of the gradients")
+    dense = {index for _, indices in everyone for index in indices}
+    for index in {index for indices, _ in everyone for index in indices} - dense:
+        if (gradient := parameters[index].grad) is not None:
+            parameters[index].grad = gradient.to_sparse(1)
