@@ -76,9 +76,8 @@ def assert_close(ours, one, tolerance=1e-5):
 
 
 DISC, DISC_OPT, DISC_LOSS, DISC_PRED = map(
-    torchbearer.state_key, ("disc", "disc_opt", "disc_loss", "disc_pred")
+    torchbearer.state_key, ("judge", "judge_optimizer", "judge_loss", "judge_prediction")
 )
-FAKE = torchbearer.state_key("fake")
 
 
 def adversaries(freeze=False):
@@ -95,7 +94,7 @@ def adversaries(freeze=False):
         real = nn.functional.softplus(-state[DISC](state[torchbearer.Y_TRUE])).mean()
         return real + nn.functional.softplus(state[DISC](made)).mean()
 
-    key = torchbearer.state_key("disc_criterion")
+    key = torchbearer.state_key("judge_criterion")
     one = base_closure(
         torchbearer.Y_TRUE, DISC, DISC_PRED, torchbearer.Y_TRUE, key, DISC_LOSS, DISC_OPT
     )
