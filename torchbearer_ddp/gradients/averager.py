@@ -248,11 +248,11 @@ class Averager:
 
     def _check(self, group: Group, summary: StepSummary) -> None:
         """Raises, on every rank, if the ranks are at different places of the program."""
-        places = [
-            f"rank {rank} {self._place(site)} in batch {batch}"
-            for rank, (site, batch) in enumerate(zip(summary.sites, summary.batches, strict=True))
-        ]
-        if len(set(zip(summary.sites, summary.batches, strict=True))) > 1:
+        if len(set(summary.sites)) > 1 or len(set(summary.batches)) > 1:
+            pairs = enumerate(zip(summary.sites, summary.batches, strict=True))
+            places = [
+                f"rank {r} {self._place(site)} in batch {batch}" for r, (site, batch) in pairs
+            ]
             group.broken = True
             raise DesyncError(
                 f"The ranks exchanged gradients at different places: {'; '.join(places)}. Every "

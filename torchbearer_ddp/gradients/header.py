@@ -151,7 +151,7 @@ class Header:
             batches=_whole(column["batch"]),
             sites=_whole(column["site"]),
             frozen=_whole(column["frozen"]),
-            failed=[rank for rank, failed in enumerate(column["failed"]) if failed],
+            failed=[r for r, failed in enumerate(column["failed"]) if failed],
             stop=any(column["stop"]),
             signal=int(max(column["signal"])),
             slowest=max(column["seconds"]),
@@ -165,7 +165,7 @@ class Header:
 
 
 def _whole(column: tuple[float, ...]) -> list[int]:
-    return [int(each) for each in column]
+    return list(map(int, column))
 
 
 def _bits(column: tuple[float, ...]) -> int:

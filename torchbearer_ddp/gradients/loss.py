@@ -45,9 +45,13 @@ _MOST_SAMPLES, _FEW_SAMPLES = 64, 16
 _NOT_A_BATCH = (
     torchbearer.HISTORY,
     torchbearer.METRICS,
+    torchbearer.GENERATOR,
     torchbearer.TRAIN_DATA,
+    torchbearer.TRAIN_GENERATOR,
     torchbearer.VALIDATION_DATA,
+    torchbearer.VALIDATION_GENERATOR,
     torchbearer.TEST_DATA,
+    torchbearer.TEST_GENERATOR,
 )
 
 
@@ -140,7 +144,7 @@ def divisor(criterion: Any, state: Any, kind: str) -> float:
             return TargetWeights.of(criterion).total(target)
     elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
         target = class_targets(state)
-        if target is not None and target.shape == (batch_size(state),):
+        if target is not None and target.dim() == 1:
             return TargetWeights(None, criterion.ignore_index).total(target)
     return float(batch_size(state))
 

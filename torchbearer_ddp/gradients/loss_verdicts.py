@@ -149,9 +149,10 @@ class LossVerdicts:
         """True if the loss of a backward pass was found; a Trial may change its criterion."""
         if number >= len(self.kinds):
             return False
-        if self._criteria[number] == _describe(criterion):
-            self._criteria[number] = criterion
-        return self._criteria[number] is criterion
+        known = self._criteria[number]
+        if isinstance(known, str) and known == _describe(criterion):  # after a restart
+            known = self._criteria[number] = criterion
+        return known is criterion
 
 
 def _describe(criterion: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torchbearer
 
@@ -40,6 +41,9 @@ class TargetWeights:
 
     def total(self, target: torch.Tensor) -> float:
         """The sum of the weights of all targets that are not ignored."""
+        if self.weight is None and target.device.type == "cpu":
+            # At every step: numpy takes a third of the time for a few numbers.
+            return float(numpy.count_nonzero(target.numpy() != self.ignored))
         counted = target != self.ignored
         if self.weight is None:
             return float(counted.sum())
