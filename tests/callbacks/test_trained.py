@@ -202,22 +202,24 @@ def test_a_loss_that_sums():
     assert_close(model, one)
 
 
+def add_two_batches(state):
+    """A closure that clears the gradients at every second batch only."""
+    if state[torchbearer.BATCH] % 2 == 0:
+        state[torchbearer.OPTIMIZER].zero_grad()
+    predicted = state[torchbearer.MODEL](state[torchbearer.X])
+    state[torchbearer.LOSS] = summed(predicted, state[torchbearer.Y_TRUE])
+    state[torchbearer.LOSS].backward()
+    state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+
 @on_two_ranks
 def test_sums_on_top_of_sums_are_refused_when_they_are_used():
-    def closure(state):
-        if state[torchbearer.BATCH] % 2 == 0:
-            state[torchbearer.OPTIMIZER].zero_grad()
-        predicted = state[torchbearer.MODEL](state[torchbearer.X])
-        state[torchbearer.LOSS] = summed(predicted, state[torchbearer.Y_TRUE])
-        state[torchbearer.LOSS].backward()
-        state[torchbearer.CALLBACK_LIST].on_backward(state)
-
     with pytest.raises(DesyncError, match="The loss is a sum, and SGD is about to step"):
-        run(net(), sync(loss="sum"), mine(), closure=closure)
+        run(net(), sync(loss="sum"), mine(), closure=add_two_batches)
     with pytest.raises(ValueError, match="loss is 'median'"):
         SyncGradients(loss="median")
     mean = net()
-    run(mean, sync(loss="mean"), mine(), closure=closure)  # an average of averages is one
+    run(mean, sync(loss="mean"), mine(), closure=add_two_batches)  # an average of averages is one
     assert_replicas_equal(mean)
 
 

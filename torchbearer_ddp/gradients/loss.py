@@ -29,6 +29,7 @@ from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size, first_tensor, map_tensors, select
 from torchbearer_ddp.gradients.criterion_parts import on_copies
 from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, TargetWeights, class_targets
+from torchbearer_ddp.group.trained import LOADER_KEYS
 
 KINDS = ("mean", "sum", "weighted", "coupled", "unknown")
 
@@ -42,17 +43,7 @@ _TOLERANCE = {
 #: More samples would tell no more: what couples them has an effect of 1/n.
 _MOST_SAMPLES, _FEW_SAMPLES = 64, 16
 #: What is in the state, but not part of a batch.
-_NOT_A_BATCH = (
-    torchbearer.HISTORY,
-    torchbearer.METRICS,
-    torchbearer.GENERATOR,
-    torchbearer.TRAIN_DATA,
-    torchbearer.TRAIN_GENERATOR,
-    torchbearer.VALIDATION_DATA,
-    torchbearer.VALIDATION_GENERATOR,
-    torchbearer.TEST_DATA,
-    torchbearer.TEST_GENERATOR,
-)
+_NOT_A_BATCH = (torchbearer.HISTORY, torchbearer.METRICS, *LOADER_KEYS)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,9 @@ _MAIN = {
     torchbearer.OPTIMIZER: "optimizer",
     torchbearer.CRITERION: "criterion",
 }
-#: Nothing in them is trained; a loader may be a list of all batches.
-_PASSED_OVER = {
-    torchbearer.SELF,
-    torchbearer.CALLBACK_LIST,
-    torchbearer.HISTORY,
+#: Loaders and what goes with them: nothing in them is trained, and a loader may be a list of all
+#: batches.
+LOADER_KEYS = (
     torchbearer.GENERATOR,
     torchbearer.TRAIN_DATA,
     torchbearer.TRAIN_GENERATOR,
@@ -29,7 +27,8 @@ _PASSED_OVER = {
     torchbearer.VALIDATION_GENERATOR,
     torchbearer.TEST_DATA,
     torchbearer.TEST_GENERATOR,
-}
+)
+_PASSED_OVER = {torchbearer.SELF, torchbearer.CALLBACK_LIST, torchbearer.HISTORY, *LOADER_KEYS}
 _DEPTH = 3
 
 
