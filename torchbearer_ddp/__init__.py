@@ -7,6 +7,7 @@ from torchbearer_ddp.callbacks.data import ShardData, shard
 from torchbearer_ddp.callbacks.flatten import Flatten
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
+from torchbearer_ddp.callbacks.mixed_precision import MixedPrecision
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.callbacks.parallel import data_parallel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
@@ -47,6 +48,7 @@ __all__ = [
     "DistributedError",
     "Flatten",
     "LaunchError",
+    "MixedPrecision",
     "RankZeroOnly",
     "ShardData",
     "SyncGradients",

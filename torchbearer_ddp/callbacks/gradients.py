@@ -75,7 +75,7 @@ class SyncGradients(OrderedCallback):
         "on_start_training": LAST,
         "on_sample": FIRST,
         "on_criterion": LAST,
-        "on_backward": FIRST,
+        "on_backward": FIRST - 1,
         "on_step_training": LAST,
         "on_end_training": LAST + 1,
         "on_checkpoint": LAST + 1,
