@@ -204,7 +204,7 @@ class LossScaling:
             for parameter in (trained.parameters_of(optimizer) if self._of_others else ())
         ):
             raise ValueError(
-                f"MixedPrecision('fp16') scales the loss for the optimizer of the Trial, but "
+                "MixedPrecision('fp16') scales the loss for the optimizer of the Trial, but "
                 f"{name} beside it is about to step on gradients of a scaled loss. Use "
                 "MixedPrecision('bf16'), which needs no scale."
             )
