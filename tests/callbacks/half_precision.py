@@ -74,7 +74,8 @@ CASES = {
     "clipped by norm": Case(clip=0.1, norm=True, init_scale=CALIBRATING),
     "accumulate": Case(accumulate=3, init_scale=CALIBRATING),
     "accumulate, uneven": Case(accumulate=2, sizes=UNEVEN, init_scale=CALIBRATING),
-    "accumulate, clipped": Case(accumulate=2, clip=0.05, norm=True),
+    "accumulate, clipped": Case("bf16", accumulate=2, clip=0.05),
+    "accumulate, clipped by norm": Case(accumulate=2, clip=0.05, norm=True),
     "an infinity on one rank": Case(overflow=(2, 4)),
     "accumulate, an infinity on one rank": Case(accumulate=2, overflow=(2,)),
 }
