@@ -105,6 +105,7 @@ def build(
         ],
         verbose=0,
     )
+    trial.to(collectives.device())
     # Forked workers notice when their rank is killed; the test's fork server would hide it.
     context = "fork" if workers else None
     return trial.with_generators(
@@ -124,12 +125,15 @@ def outcome(trial: torchbearer.Trial) -> dict[str, Any]:
     """Everything that must be the same after a resume, on this rank."""
     optimizer = trial.state[torchbearer.OPTIMIZER]
     held = optimizer.state_dict()["state"]
+    model = trial.state[torchbearer.MODEL].state_dict()
+    on_gpu = collectives.device().type == "cuda"
     return {
-        **{name: t.clone() for name, t in trial.state[torchbearer.MODEL].state_dict().items()},
-        **{f"{key}.{i}": value for i, each in held.items() for key, value in each.items()},
+        **{name: tensor.cpu().clone() for name, tensor in model.items()},
+        **{f"{key}.{i}": value.cpu() for i, each in held.items() for key, value in each.items()},
         "history": [dict(epoch) for epoch in trial.state[torchbearer.HISTORY]],
         "rates": [group["lr"] for group in optimizer.param_groups],
         "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
         "python": random.getstate(),
         "numpy": numpy.random.get_state()[1].tolist(),
     }
@@ -341,6 +345,12 @@ def _stuck(state: Any) -> None:
     time.sleep(600)
 
 
+def _look_past_the_end(state: Any) -> None:
+    """An index error, which a GPU finds by an assertion in its kernel, after the call returned."""
+    table = torch.zeros(3, device=collectives.device())
+    state[torchbearer.X] = state[torchbearer.X] + table[torch.tensor([7], device=table.device)]
+
+
 _EVENTS: dict[str, Callable[[Any], None]] = {
     "raise": _raise,
     "kill": _kill,
@@ -352,6 +362,7 @@ _EVENTS: dict[str, Callable[[Any], None]] = {
     "freeze": _freeze,
     "exhaust": _exhaust,
     "stuck": _stuck,
+    "index": _look_past_the_end,
 }
 
 
@@ -407,8 +418,10 @@ def train_with_events(
         *(happening, report, *callbacks, *saving),
     )
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+    trial.to(collectives.device())
     trial.with_train_generator(DataLoader(data, batch_size=4), steps=steps).run(1)
-    return happening.steps, hashlib.sha256(parameters(model).numpy().tobytes()).hexdigest()
+    bits = parameters(model).cpu().numpy().tobytes()
+    return happening.steps, hashlib.sha256(bits).hexdigest()
 
 
 def exchange_steps(event: str, on: int) -> Any:

@@ -111,6 +111,7 @@ class RankPool:
         world_size: The number of ranks.
         prepare: Called on every rank before each function.
         group_timeout: The timeout of the group that the ranks join.
+        device: ``cpu``, or ``cuda`` for a GPU of its own for each rank.
     """
 
     def __init__(
@@ -119,9 +120,11 @@ class RankPool:
         prepare: Callable[[], None] = lambda: None,
         *,
         group_timeout: float = 30.0,
+        device: str = "cpu",
     ) -> None:
         self._world_size = world_size
         self._prepare = prepare
+        self._device = device
         self._group_timeout = group_timeout
         self._store: Any = None
         self._processes: list[Any] = []
@@ -172,7 +175,11 @@ class RankPool:
         for rank in range(self._world_size):
             ours, theirs = _context.Pipe()
             member = Member(
-                rank, self._world_size, rank, self._world_size, timeout=self._group_timeout, seed=0
+                *(rank, self._world_size, rank, self._world_size),
+                device=self._device,
+                backend="gloo" if self._device == "cpu" else "cpu:gloo,cuda:nccl",
+                timeout=self._group_timeout,
+                seed=0,
             )
             process = _context.Process(
                 target=_serve, args=(member, self._store.port, theirs), name=f"rank {rank}"
