@@ -60,6 +60,9 @@ class LossScaling:
 
     def __init__(self, **options: Any) -> None:
         self._options = options
+        #: The scale of the next backward pass; known here, so that a GPU need not be asked.
+        self.scale = float(options["init_scale"])
+        #: None between runs.
         self._scaler: Any = None
         self._saved: dict[str, Any] = {}
         self._own: list[torch.nn.Parameter] = []
@@ -84,12 +87,6 @@ class LossScaling:
         self._unscaled = {}
         self._checked = []
 
-    @property
-    def scale(self) -> float:
-        """The scale of the next backward pass."""
-        known = self._saved.get("scale", self._options["init_scale"])
-        return float(known if self._scaler is None else self._scaler.get_scale())
-
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how long it has not changed."""
         return dict(self._saved if self._scaler is None else self._scaler.state_dict())
@@ -97,16 +94,15 @@ class LossScaling:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave."""
         self._saved = dict(saved)
+        self.scale = float(saved.get("scale", self._options["init_scale"]))
         if self._scaler is not None and saved:
             self._scaler.load_state_dict(saved)
 
     def begin(self, device: torch.device) -> None:
-        """Begins a run with the scale of the run before, which may have ended in an exception."""
+        """Begins a run, or an evaluation in one, with the scale of before."""
         saved = self.state_dict()
-        self._clear()
         self._scaler = GradScaler(device.type, **self._options)
-        if saved:
-            self._scaler.load_state_dict(saved)
+        self.load_state_dict(saved)
 
     def watch(self, optimizer: torch.optim.Optimizer, others: Iterable[Any]) -> None:
         """Watches which gradients are written with the scale, and which without it."""
@@ -115,7 +111,8 @@ class LossScaling:
         rest = [p for each in others for p in trained.parameters_of(each) if id(p) not in own]
         watched = [*map(id, self._own), -1, *map(id, rest)]
         if watched != self._watched:
-            self.close()
+            self._hooks.close()
+            self._clear()
             self._watched = watched
             unique = {id(parameter): parameter for parameter in rest}
             hooks: list[tuple[torch.Tensor, Hook]] = [(p, self._note_own) for p in self._own]
@@ -123,9 +120,10 @@ class LossScaling:
             self._hooks = GradientHooks(hooks)
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Ends a run, also one that failed: only plain data is kept."""
+        self._saved, self._scaler = self.state_dict(), None
         self._hooks.close()
-        self._watched = []
+        self._own, self._watched = [], []
         self._clear()
 
     def begin_closure(self) -> None:
@@ -187,6 +185,7 @@ class LossScaling:
             return False
         skips = self._found_inf()
         self._scaler.update()
+        self.scale = float(self._scaler.get_scale())
         self._checked = []
         if skips:
             for parameter in self._own:
