@@ -82,6 +82,7 @@ CASES = {
 
 
 def network(device: Any = "cpu") -> nn.Module:
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
 

@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 import torchbearer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torchbearer import Trial
 from torchbearer.bases import base_closure
@@ -24,6 +25,7 @@ from torchbearer_ddp import (
     MixedPrecision,
     SyncGradients,
     SyncModel,
+    TensorBoard,
     data_parallel,
 )
 from torchbearer_ddp.group import collectives
@@ -63,7 +65,7 @@ def train_all(transport):
     """Every case with small buckets, so that several travel."""
     options = {"transport": transport, "bucket_mb": 1e-4}
     return {
-        name: half_precision.train(Case(**{**vars(case), "options": options}), 2)
+        name: half_precision.train(Case(**{**vars(case), "options": options}))
         for name, case in CASES.items()
     }
 
@@ -73,7 +75,7 @@ def test_ranks_are_a_loop_by_hand(some_ranks, transport):
     world_size, pool = some_ranks
     everyone = pool.run(train_all, (transport,))
     for name, case in CASES.items():
-        expected = by_hand(case, world_size, 2)
+        expected = by_hand(case, world_size)
         for found in everyone:
             assert_same(found[name], expected)
             for ours, first in zip(
@@ -655,6 +657,16 @@ def test_a_line_and_the_history_name_the_skipped_steps(caplog):
     caplog.clear()
     assert one_trial(MixedPrecision("fp16", init_scale=1.0)).run(1)[0]["skipped_steps"] == 0
     assert "skipped" not in caplog.text
+
+
+def test_tensorboard_has_the_curves(tmp_path):
+    writing = TensorBoard(tmp_path, write_graph=False, batch_step_size=1)
+    (epoch,) = one_trial(MixedPrecision("fp16", **CALIBRATING), writing).run(1)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    for name in ("skipped_steps", "loss_scale"):
+        assert [point.value for point in events.Scalars(f"epoch/{name}")] == [epoch[name]]
+        assert events.Scalars(f"batch/{name}")[-1].value == epoch[name]
 
 
 def test_shards_and_a_checkpoint(tmp_path, two_ranks):
