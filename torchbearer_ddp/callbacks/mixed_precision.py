@@ -98,6 +98,8 @@ class MixedPrecision(OrderedCallback):
 
     def on_start(self, state: Any) -> None:
         """After SyncGradients, so that what is exchanged before a step is unscaled after it."""
+        if self._state is not None:  # an evaluation inside of a run
+            return
         device = _device(state)
         self._region.device = device.type
         if self._scaling is not None:

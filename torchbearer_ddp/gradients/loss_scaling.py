@@ -92,17 +92,18 @@ class LossScaling:
         return dict(self._saved if self._scaler is None else self._scaler.state_dict())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Takes back what :meth:`state_dict` gave; nothing if that was of a run without scale."""
+        if not saved:
+            return
         self._saved = dict(saved)
-        self.scale = float(saved.get("scale", self._options["init_scale"]))
-        if self._scaler is not None and saved:
+        self.scale = float(saved["scale"])
+        if self._scaler is not None:
             self._scaler.load_state_dict(saved)
 
     def begin(self, device: torch.device) -> None:
-        """Begins a run, or an evaluation in one, with the scale of before."""
-        saved = self.state_dict()
+        """Begins a run with the scale of the run before."""
         self._scaler = GradScaler(device.type, **self._options)
-        self.load_state_dict(saved)
+        self.load_state_dict(self._saved)
 
     def watch(self, optimizer: torch.optim.Optimizer, others: Iterable[Any]) -> None:
         """Watches which gradients are written with the scale, and which without it."""
