@@ -18,6 +18,7 @@ from torchbearer.callbacks import (
 )
 
 from tests import proc
+from tests.gradients.transport_cases import option
 from tests.ranks import ranks
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
@@ -32,7 +33,7 @@ def on_every_transport(body):
     """
 
     def on_a_rank(transport):
-        Chosen.options = {"transport": transport, "bucket_mb": 1e-4}
+        Chosen.options = {"transport": option(transport), "bucket_mb": 1e-4}
         body()
 
     def test(transport_ranks):
