@@ -36,9 +36,7 @@ def pool_for(transport: str) -> RankPool:
         play_hosts(layout)
         nccl.behaviour.reset()
 
-    return RankPool(
-        len(layout), prepare, backend=transport if transport == nccl.NAME else "gloo"
-    )
+    return RankPool(len(layout), prepare, backend=transport if transport == nccl.NAME else "gloo")
 
 
 def option(transport: str) -> str:

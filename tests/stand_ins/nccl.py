@@ -121,7 +121,7 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         self._count += 1
         return self._count - 1
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return NAME
 
     def shutdown(self) -> None:
@@ -148,6 +148,10 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
             return self._inner.alltoall_base(received, sent, out_splits, splits, opts)
 
         return self._start("all_to_all", mine, output, exchange, opts)
+
+    # The names of these two in newer versions of torch.
+    all_gather_single = _allgather_base
+    all_to_all_single = alltoall_base
 
     def _start(
         self,
