@@ -26,7 +26,7 @@ from typing import Any
 
 import cloudpickle
 
-from tests.stand_ins import nccl as _  # noqa: F401 (every rank knows the stand-in's backend)
+import tests.stand_ins.nccl  # noqa: F401 (every rank knows its backend)
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import membership, rendezvous, stop_request
 from torchbearer_ddp.group.join import join, leave
