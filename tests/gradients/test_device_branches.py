@@ -122,19 +122,29 @@ def test_a_model_on_two_gpus_of_one_process():
     assert replicas.fingerprint(model.named_parameters()).unique().numel() == 6
 
 
-@on_gpus
-def test_a_model_partly_on_the_cpu():
-    model = network("cuda:0", "cuda:0")
-    model.append(nn.Linear(6, 2))
-    reducer = reducer_of(model)
-    for parameter in model.parameters():
-        gradient = torch.full(parameter.shape, 1.0 + 2 * collectives.rank())
-        on_cpu = parameter.device.type == "cpu"
-        parameter.grad = gradient if on_cpu else cuda.CudaTensor(gradient)
-    reducer.reduce(RankReport(), Average.EQUAL)
-    for parameter in model.parameters():
-        found = getattr(parameter.grad, "on_cpu", parameter.grad)
-        assert torch.equal(found, torch.full(parameter.shape, 2.0))
+@pytest.mark.parametrize("backend", [nccl.NAME, nccl.GPU_NAME])
+def test_a_model_partly_on_the_cpu(backend):
+    def body():
+        model = network("cuda:0", "cuda:0")
+        model.append(nn.Linear(6, 2))
+        reducer = reducer_of(model)
+        for parameter in model.parameters():
+            gradient = torch.full(parameter.shape, 1.0 + 2 * collectives.rank())
+            on_cpu = parameter.device.type == "cpu"
+            parameter.grad = gradient if on_cpu else cuda.CudaTensor(gradient)
+        reducer.reduce(RankReport(), Average.EQUAL)
+        for parameter in model.parameters():
+            found = getattr(parameter.grad, "on_cpu", parameter.grad)
+            assert torch.equal(found, torch.full(parameter.shape, 2.0))
+        return len([kind for kind, *_ in nccl.behaviour.log if kind == "start"])
+
+    def on_a_rank():
+        with cuda.pretended():
+            return body()
+
+    # NCCL has nothing for tensors on the CPU: they take another way.
+    messages = 2 if backend == nccl.NAME else 1
+    assert run_ranks(on_a_rank, 2, backend=backend) == [messages] * 2
 
 
 def test_checksums_are_computed_on_the_device_and_come_back_together():

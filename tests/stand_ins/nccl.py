@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-NAME = "nccl_stand_in"
+#: For tensors on the CPU too, and for those that say they are on a GPU alone, as NCCL is.
+NAME, GPU_NAME = "nccl_stand_in", "nccl_stand_in_gpu"
 _SUMMED = {
     torch.float32,
     torch.float64,
@@ -205,3 +206,4 @@ def _make(store: Any, rank: int, size: int, timeout: Any) -> StandIn:
 
 
 dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
+dist.Backend.register_backend(GPU_NAME, _make, devices=["cuda"])
