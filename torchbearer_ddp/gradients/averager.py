@@ -39,8 +39,6 @@ class Averager:
         #: All parameters, and those of them that are left to each rank or to torch's DDP.
         self._known: set[int] = set()
         self._left_out: frozenset[int] = frozenset()
-        #: By optimizer: the identities of all it trains, and those of them that are averaged.
-        self._own: dict[int, tuple[list[int], frozenset[int]]] = {}
         #: The group of what an optimizer trains, by the optimizer's number.
         self._groups: dict[int, int] = {}
         self._order = GradientOrder([])
@@ -98,11 +96,9 @@ class Averager:
 
     def begin_step(self, *, sums: bool) -> None:
         """Begins a step: an average of the step before is no average of this one."""
-        self._marks.averaged.clear()
-        self._marks.before.clear()
+        self._marks.begin_step()
         if sums:  # backward must not add to them without a word
-            grads = ((id(parameter), parameter.grad) for _, parameter in self._parameters)
-            self._marks.before.update((each, grad) for each, grad in grads if grad is not None)
+            self._marks.note_before(parameter for _, parameter in self._parameters)
 
     def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass, whose gradients may travel while it runs."""
@@ -137,7 +133,9 @@ class Averager:
         if self.reducer is None:
             return any(p.grad is not None for _, p in self._parameters if id(p) in own)
         return self.reducer.has_new_gradient(own) or any(
-            self._is_new(parameter) for parameter in self._outside if id(parameter) in own
+            self._marks.needs_average(parameter)
+            for parameter in self._outside
+            if id(parameter) in own
         )
 
     def reduce(
@@ -163,11 +161,15 @@ class Averager:
             self._flags, self._frozen = flags, zlib.crc32(bytes(flags)) % MODULUS
         report.frozen = self._frozen
         if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
+            # No hook has seen this backward: it may have added to what the run before has left.
+            self._marks.note_mixed(parameter for _, parameter in self._parameters)
             self._remake(group, report)
         self._is_current = False
         if self._outside:
             report.regroup = any(
-                self._is_new(each) for each in self._outside if only is None or id(each) in only
+                self._marks.needs_average(each)
+                for each in self._outside
+                if only is None or id(each) in only
             )
         summary = self._reduce(group, report, average, only)
         if summary.regroup:
@@ -204,7 +206,7 @@ class Averager:
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
-        self._known, self._own = set(), {}
+        self._known = set()
         self._optimizers, self._groups = KnownOptimizers(), {}
         self._at_step, self._stepped, self._done, self._mixed = set(), set(), set(), 0
 
@@ -214,18 +216,11 @@ class Averager:
             self.reducer.close()
             self.reducer = None
 
-    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
-        return self._marks.needs_average(parameter)
-
     def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Adds parameters of an optimizer that are not known yet; returns all that are averaged."""
-        own = trained.parameters_of(optimizer)
-        listed = list(map(id, own))
-        known = self._own.get(id(optimizer))
-        if known is not None and known[0] == listed:
-            return known[1]
-        identities = frozenset(listed)
+        identities = self._optimizers.identities(optimizer)
         if not identities <= self._known:
+            own = trained.parameters_of(optimizer)
             number = self._optimizers.number(optimizer)
             name = self._optimizers.name(number)
             new = [parameter for parameter in own if id(parameter) not in self._known]
@@ -239,9 +234,7 @@ class Averager:
                 f"averaging {len(new)} more parameters, which {name} trains: they were not in the "
                 "state of the Trial or on a callback when this epoch began"
             )
-        averaged = identities - self._left_out
-        self._own[id(optimizer)] = listed, averaged
-        return averaged
+        return identities - self._left_out if self._left_out else identities
 
     def _group(self, number: int) -> int:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
@@ -250,12 +243,13 @@ class Averager:
     def _reduce(
         self, group: Group, report: RankReport, average: Average, only: frozenset[int] | None
     ) -> StepSummary:
-        summary = self.reducer.reduce(report, average, only)  # type: ignore[union-attr]
+        assert self.reducer is not None
+        summary = self.reducer.reduce(report, average, only)
         self._check(group, summary)
         if max(summary.weights) > self.regular:
             # A larger one than any so far, perhaps after a first batch that was short.
             self.regular = max(summary.weights)
-            self._set_weights(group)
+            self.reducer.weights = Weights(group.member.world_size, self.regular)
         self._mixed &= ~summary.groups
         if average is Average.SUM:
             self._mixed |= summary.mixed
@@ -338,10 +332,6 @@ class Averager:
             name_hooks(self._parameters)
             announce(self.reducer.choice)
             self._announced = True
-
-    def _set_weights(self, group: Group) -> None:
-        if self.reducer is not None:
-            self.reducer.weights = Weights(group.member.world_size, self.regular)
 
     def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
         """Gives every rank rank zero's values of parameters that appeared during the run."""
