@@ -19,6 +19,7 @@ from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import collectives, membership, rendezvous, stop_request, waiting
+from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
 from torchbearer_ddp.launch.bound_methods import run_elsewhere
@@ -27,7 +28,7 @@ from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.main_module import check_launch
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
-from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings
+from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, SUPERVISED_FLAGS, Settings
 from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
 from torchbearer_ddp.launch.worker import Task
@@ -67,7 +68,8 @@ def run_distributed(
             read from ``sys.argv``.
         overrides: Values that take precedence over flags: ``launcher``, ``nproc_per_node``,
             ``nnodes``, ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``,
-            ``device``, ``timeout``, ``seed``, ``grace``, ``debug``, ``slurm``.
+            ``device``, ``timeout``, ``seed``, ``grace``, ``debug``, ``log_dir``, ``tee``,
+            ``quiet_ranks``, ``max_restarts``, ``debug_rank``, ``slurm``.
 
     Returns:
         The results of the ranks that this call started, in the order of their ranks.
@@ -116,9 +118,16 @@ def _plan(settings: Settings) -> Plan:
     """The plan of this launch; a mistake in it ends a script with exit code 2."""
     try:
         plan = make_plan(settings, os.environ, torch.cuda.device_count())
+        output.prepare(plan)
     except (ValueError, LaunchError) as error:
         exit_with_message(error, 2)
         raise
+    ignored = [name for name in SUPERVISED_FLAGS if name in settings]
+    if ignored and plan.launcher != "spawn" and plan.member.rank == 0:
+        log.logger.info(
+            f"{', '.join(map(settings.shown, ignored))} is for ranks that this command starts "
+            f"itself (--nproc-per-node) and is ignored ({plan.reason})"
+        )
     return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
 
 
@@ -151,10 +160,10 @@ def _spawn(plan: Plan, task: Task) -> list[Any]:
             store = base or rendezvous.connect(plan.host, plan.ports[0], _PUBLISH_SECONDS)
             waiting.record_failure(rendezvous.run_store(store, plan.prefix), rank, text)
 
-    threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(plan)
+    environment = {"OMP_NUM_THREADS": str(threads_of(plan)), **os.environ}
     seconds = rendezvous.ABANDON_SECONDS
     try:
-        results = Supervisor(plan, threads, publish_failure).run(task)
+        results = Supervisor(plan, environment, publish_failure).run(task)
         seconds = rendezvous.LEAVE_SECONDS
         return results
     finally:
