@@ -12,6 +12,13 @@ import os
 import threading
 from typing import Any
 
+#: Set for the ranks of a launcher that runs in a notebook.
+BARS_VARIABLE = "TORCHBEARER_DDP_NOTEBOOK"
+#: How often the ranks have been started again.
+RESTARTS_VARIABLE = "TORCHBEARER_DDP_RESTART_COUNT"
+#: Set for ranks that are started again and have a checkpoint to continue from.
+RESUME_VARIABLE = "TORCHBEARER_DDP_RESUME"
+
 
 class _Link:
     """The connection of this process to its launcher."""
@@ -36,6 +43,11 @@ def connect(descriptor: int) -> None:
 def is_connected() -> bool:
     """True if a launcher listens to this process."""
     return _Link.descriptor is not None and _Link.pid == os.getpid()
+
+
+def draws_bars() -> bool:
+    """True if the launcher draws the progress bars of this process."""
+    return is_connected() and BARS_VARIABLE in os.environ
 
 
 def tell(kind: str, **fields: Any) -> bool:
@@ -67,6 +79,11 @@ def _send(data: bytes) -> None:
     with _Link.lock:
         while left:
             left = left[os.write(_Link.descriptor or 0, left) :]
+
+
+def is_restarted() -> bool:
+    """True if an earlier attempt of the same launcher has left a checkpoint."""
+    return RESUME_VARIABLE in os.environ
 
 
 def note_saved(path: str) -> None:

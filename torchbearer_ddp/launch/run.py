@@ -18,7 +18,14 @@ import torch
 from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import DistributedError, LaunchError
-from torchbearer_ddp.group import collectives, membership, rendezvous, stop_request, waiting
+from torchbearer_ddp.group import (
+    collectives,
+    launcher,
+    membership,
+    rendezvous,
+    stop_request,
+    waiting,
+)
 from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
@@ -26,8 +33,10 @@ from torchbearer_ddp.launch.bound_methods import run_elsewhere
 from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.main_module import check_launch
+from torchbearer_ddp.launch.notebook import is_notebook
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
+from torchbearer_ddp.launch.restarts import Restarts
 from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, SUPERVISED_FLAGS, Settings
 from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
@@ -155,15 +164,23 @@ def _spawn(plan: Plan, task: Task) -> list[Any]:
         # The seed that the script has set, if any, is the one that a single process would use.
         plan = plan.with_member(seed=torch.initial_seed())
 
-    def publish_failure(rank: int, text: str) -> None:
+    def publish_failure(prefix: str, rank: int, text: str) -> None:
         with contextlib.suppress(LaunchError):  # the store's host is gone, and so are its ranks
             store = base or rendezvous.connect(plan.host, plan.ports[0], _PUBLISH_SECONDS)
-            waiting.record_failure(rendezvous.run_store(store, plan.prefix), rank, text)
+            waiting.record_failure(rendezvous.run_store(store, prefix), rank, text)
+
+    def start(number: int, variables: dict[str, str]) -> Supervisor:
+        prefix = f"{plan.prefix}/{number}" if number else plan.prefix
+        attempt = dataclasses.replace(plan, prefix=prefix)
+        publish = functools.partial(publish_failure, prefix)
+        return Supervisor(attempt, {**environment, **variables}, publish)
 
     environment = {"OMP_NUM_THREADS": str(threads_of(plan)), **os.environ}
+    if is_notebook():
+        environment[launcher.BARS_VARIABLE] = "1"
     seconds = rendezvous.ABANDON_SECONDS
     try:
-        results = Supervisor(plan, environment, publish_failure).run(task)
+        results = Restarts(plan.max_restarts, start).run(task)
         seconds = rendezvous.LEAVE_SECONDS
         return results
     finally:

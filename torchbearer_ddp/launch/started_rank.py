@@ -52,7 +52,7 @@ class StartedRank:
         self.ended_by_us = False
         #: Its report, see :func:`torchbearer_ddp.group.failures.report_of`; empty until it comes.
         self.report: dict[str, Any] = {}
-        writers = [stream.writer for stream in streams] or [None]
+        writers: list[int | None] = [stream.writer for stream in streams] or [None]
         # Blocked until child.py has set its handler: Python's start-up would show a traceback.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

@@ -23,6 +23,7 @@ from torchbearer_ddp.group.stop_request import ECHO_SECONDS
 from torchbearer_ddp.launch.messages import Messages
 from torchbearer_ddp.launch.output import Output, is_captured
 from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.restarts import Failure
 from torchbearer_ddp.launch.started_rank import StartedRank
 from torchbearer_ddp.launch.streams import RankStream
 from torchbearer_ddp.launch.worker import Task, pack
@@ -55,6 +56,8 @@ class Supervisor:
         publish_failure: Callable[[int, str], None],
     ) -> None:
         self._plan, self._environment, self._publish_failure = plan, environment, publish_failure
+        #: Why this attempt has failed, once it has.
+        self.failure: Failure | None = None
         self._output = Output(plan)
         self._messages = Messages(plan, self._output)
         self._ranks: list[StartedRank] = []
@@ -69,6 +72,11 @@ class Supervisor:
         self._kill_at: float | None = None
         #: Until then a rank that is writing a checkpoint is left to it.
         self._write_until = 0.0
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest checkpoint that the ranks have written."""
+        return self._messages.checkpoint
 
     @property
     def _running(self) -> list[StartedRank]:
@@ -220,6 +228,10 @@ class Supervisor:
         causes = [r for r in self._ended if r.is_failure and r.distance <= farthest]
         first = min(causes, key=lambda r: r.distance, default=None)
         if first is not None and not first.signal:
+            # One that was killed does not say at which step, but those that noticed do.
+            steps = [first.report.get("step"), *(r.report.get("step") for r in self._ended)]
+            step = next((each for each in steps if each is not None), None)
+            self.failure = Failure(first.what().splitlines()[0].partition(":")[0], step)
             raise first.error()
         stopped = first or next((r for r in self._ended if r.signal), None)
         if self._signal is not None:
