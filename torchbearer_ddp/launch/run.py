@@ -30,7 +30,7 @@ from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
 from torchbearer_ddp.launch.bound_methods import run_elsewhere
-from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message
+from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message, how_to_continue
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.main_module import check_launch
 from torchbearer_ddp.launch.notebook import is_notebook
@@ -208,5 +208,9 @@ def _run_here(plan: Plan, task: Task) -> Any:
         signum = stop_request.received()
         stop_request.reset()  # a later run, or a Trial outside of a worker, starts without it
     if signum:
+        # torchrun and srun have a command of their own.
+        command = sys.orig_argv if plan.launcher in ("inline", "rank") else ()
+        if saved := how_to_continue(launcher.newest_checkpoint(), command):
+            log.announce(f"stopped by {signal.Signals(signum).name}{saved}")
         raise SystemExit(128 + signum)
     return result

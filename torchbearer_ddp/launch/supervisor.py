@@ -20,7 +20,9 @@ import cloudpickle
 
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
+from torchbearer_ddp.launch.ending import how_to_continue
 from torchbearer_ddp.launch.messages import Messages
+from torchbearer_ddp.launch.notebook import is_notebook
 from torchbearer_ddp.launch.output import Output, is_captured
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.restarts import Failure
@@ -240,7 +242,11 @@ class Supervisor:
             receiver, signum = f"rank {stopped.rank}", stopped.signal
         else:
             return [cloudpickle.loads(rank.result) for rank in self._ranks]
-        logger.warning("%s got %s, all ranks have ended", receiver, signal.Signals(signum).name)
+        command = () if is_notebook() else sys.orig_argv
+        logger.warning(
+            f"{receiver} got {signal.Signals(signum).name}, all ranks have ended"
+            f"{how_to_continue(self.checkpoint, command)}"
+        )
         raise SystemExit(128 + signum)
 
 
