@@ -81,7 +81,7 @@ class StepSummary:
         failed: The ranks whose backward pass failed.
         stop: True if any rank asked to stop.
         signal: The largest signal number any rank has received, or 0.
-        slowest: The longest any rank took since the last exchange, in seconds.
+        times: How long each rank took since the last exchange, in seconds.
         again: True if any rank's gradients have changed since they were sent.
         regroup: True if any rank has a gradient outside all buckets.
         wishes: The bits that any rank has set.
@@ -99,13 +99,18 @@ class StepSummary:
     failed: list[int]
     stop: bool
     signal: int
-    slowest: float
+    times: list[float]
     again: bool
     regroup: bool
     wishes: int
     groups: int
     mixed: int
     used: numpy.typing.NDArray[numpy.bool_]
+
+    @property
+    def slowest(self) -> float:
+        """The longest any rank took since the last exchange, in seconds."""
+        return max(self.times)
 
     def in_step(self, step: int) -> bool:
         """True if every rank is at this step."""
@@ -154,7 +159,7 @@ class Header:
             failed=[r for r, failed in enumerate(column["failed"]) if failed],
             stop=any(column["stop"]),
             signal=int(max(column["signal"])),
-            slowest=max(column["seconds"]),
+            times=list(column["seconds"]),
             again=any(column["again"]),
             regroup=any(column["regroup"]),
             wishes=_bits(column["wishes"]),
