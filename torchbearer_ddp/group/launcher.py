@@ -14,6 +14,8 @@ from typing import Any
 
 #: Set for the ranks of a launcher that runs in a notebook.
 BARS_VARIABLE = "TORCHBEARER_DDP_NOTEBOOK"
+#: The path of the launcher's terminal, for the debugger of a rank.
+TERMINAL_VARIABLE = "TORCHBEARER_DDP_TERMINAL"
 #: How often the ranks have been started again.
 RESTARTS_VARIABLE = "TORCHBEARER_DDP_RESTART_COUNT"
 #: Set for ranks that are started again and have a checkpoint to continue from.

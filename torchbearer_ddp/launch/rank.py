@@ -20,7 +20,7 @@ from torchbearer_ddp.errors import WorkerError
 from torchbearer_ddp.group import debug, failures, launcher, membership, stop_request, waiting
 from torchbearer_ddp.group.join import abandon, join, join_single, leave
 from torchbearer_ddp.group.membership import Member
-from torchbearer_ddp.launch import signals
+from torchbearer_ddp.launch import debugger, signals
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
 from torchbearer_ddp.launch.worker import unpack
@@ -98,10 +98,15 @@ def prepared(plan: Plan, member: Member) -> Iterator[None]:
     membership.settle()
     log.set_rank(member.rank)
     extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
-    if plan.launcher != "inline":
+    alone = plan.launcher == "inline"
+    if not alone:
         _show_crashes()
-    reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
-    with signals.handled(plan.grace, *extra), reporting:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.handled(plan.grace, *extra))
+        if plan.debug:
+            stack.enter_context(debug.reporting(member.rank))
+        if not alone:
+            stack.enter_context(debugger.offered(member.rank, plan.debug_rank))
         yield
 
 

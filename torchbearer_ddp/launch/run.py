@@ -176,8 +176,7 @@ def _spawn(plan: Plan, task: Task) -> list[Any]:
         return Supervisor(attempt, {**environment, **variables}, publish)
 
     environment = {"OMP_NUM_THREADS": str(threads_of(plan)), **os.environ}
-    if is_notebook():
-        environment[launcher.BARS_VARIABLE] = "1"
+    environment.update(_place_of_user())
     seconds = rendezvous.ABANDON_SECONDS
     try:
         results = Restarts(plan.max_restarts, start).run(task)
@@ -187,6 +186,16 @@ def _spawn(plan: Plan, task: Task) -> list[Any]:
         if base is not None and plan.member.world_size > plan.member.local_world_size:
             store = rendezvous.run_store(base, plan.prefix)
             rendezvous.await_departures(store, plan.member.world_size, seconds)
+
+
+def _place_of_user() -> dict[str, str]:
+    """Variables that tell the ranks where their bars and their debugger can be seen."""
+    if is_notebook():
+        return {launcher.BARS_VARIABLE: "1"}
+    with contextlib.suppress(OSError):
+        if any(os.isatty(number) for number in (1, 2)):
+            return {launcher.TERMINAL_VARIABLE: os.ttyname(0)}
+    return {}
 
 
 def _run_here(plan: Plan, task: Task) -> Any:
