@@ -114,6 +114,14 @@ class Output:
 
     def show_kept(self, rank: int) -> None:
         """Shows the last lines of a rank that has failed and is not shown."""
+        if self._is_shown(rank):
+            return
+        for stream in self._streams:
+            if stream.rank == rank:
+                self._drain(stream)
+                if rest := stream.rest():
+                    self._write_file(rank, rest)
+                    self._show_line(rank, stream.console, rest)
         for line in self._kept.pop(rank, ()):
             self._err.write_line(f"[rank {rank}] ".encode() + line)
 
@@ -125,7 +133,8 @@ class Output:
 
     def hold(self, held: bool) -> None:
         """While a debugger has the terminal, nothing is shown there."""
-        self._drain()
+        for stream in self._streams:
+            self._drain(stream)
         for console in self._consoles:
             console.flush()
             console.is_held = held and console.is_terminal
@@ -148,10 +157,9 @@ class Output:
             file.close()
         self._files.clear()
 
-    def _drain(self) -> None:
-        for stream in self._streams:
-            while stream.source.is_open and self._read(stream):
-                pass
+    def _drain(self, stream: _Stream) -> None:
+        while stream.source.is_open and self._read(stream):
+            pass
 
     # One line.
 
