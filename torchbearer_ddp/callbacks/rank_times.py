@@ -13,9 +13,8 @@ class RankTimes:
         self._steps: list[list[float]] = []
 
     def add(self, times: Sequence[float]) -> None:
-        """Adds the times of a step, one for each rank; none if there was no exchange."""
-        if times:
-            self._steps.append(list(times))
+        """Adds the times of a step, one for each rank."""
+        self._steps.append(list(times))
 
     def read(self) -> dict[str, float]:
         """The curves: least, median and most of the ranks' averages, and which rank has most."""

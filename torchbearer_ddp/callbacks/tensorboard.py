@@ -237,7 +237,7 @@ class _Speed:
                 timing = callback.timing
                 if timing is not self._timing:  # a step that only accumulates exchanges nothing
                     self._timing = timing
-                    self._ranks.add(callback.times)
+                    self._ranks.add(callback.times or [seconds])
                     moving = min(timing.moving, seconds)
                     self._moving += moving
                     # Measured on other ranks' clocks, so it may exceed this rank's time.

@@ -61,9 +61,9 @@ class Stragglers:
         total = self._total
         mine = total[slow] / self._steps
         others = statistics.median(total[:slow] + total[slow + 1 :]) / self._steps
-        ratio = f"{mine / others:.1f} times" if others > 0 else "much"
+        ratio = f"{mine / others:.1f} times as long as" if others > 0 else "much longer than"
         return (
-            f"rank {slow} on {self.hosts[slow]} takes {ratio} as long as the others since step "
-            f"{self._since} ({1000 * mine:.0f} ms against {1000 * others:.0f} ms from one exchange "
-            "to the next): all ranks wait for it"
+            f"rank {slow} on {self.hosts[slow]} takes {ratio} the others since step {self._since} "
+            f"({1000 * mine:.0f} ms against {1000 * others:.0f} ms from one exchange to the next): "
+            "all ranks wait for it"
         )
