@@ -85,7 +85,7 @@ def test_tee_shows_whose_line_it_is_without_a_terminal(tmp_path):
 
 
 IN_TERMINAL = """
-import os, shutil, sys, time
+import logging, os, sys, time
 from tqdm import tqdm
 from torchbearer_ddp import barrier, rank, run_distributed
 
@@ -94,8 +94,10 @@ def work():
     if rank() == 0:
         size = os.get_terminal_size(2).columns
         print("terminal", sys.stdout.isatty(), sys.stderr.isatty(), size)
-        for _ in tqdm(range(60), desc="bar", leave=True):
+        for number in tqdm(range(60), desc="bar", leave=True):
             time.sleep(0.02)
+            if number == 30:
+                logging.getLogger("torchbearer_ddp").warning("a line of its own")
     else:
         for number in range(12):
             time.sleep(0.1)
@@ -114,6 +116,7 @@ def test_in_a_terminal_the_bar_of_rank_zero_is_not_broken(tmp_path):
         assert program.code() == 0, program.text()
         lines = program.screen()
         assert f"[rank 0] terminal True True {COLUMNS}" in lines
+        assert "torchbearer_ddp: a line of its own" in lines
         others = [line for line in lines if line.startswith("[rank 1] line")]
         assert others == [f"[rank 1] line {number} {'x' * 40}" for number in range(12)]
         bars = [line for line in lines if "bar:" in line]

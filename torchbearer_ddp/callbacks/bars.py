@@ -65,6 +65,9 @@ class _Bar(tqdm):  # type: ignore[misc]
             self._show_now(is_last=False)
         return True
 
+    def clear(self, *args: Any, **options: Any) -> None:
+        """There is nothing on a screen."""
+
     def close(self) -> None:
         """Shows the end of a pass."""
         if self.disable:
