@@ -33,6 +33,7 @@ class Program:
         raw: True if the command is complete.
         before: A command to run it under, such as ``ip netns exec``.
         terminal: A descriptor for stdin, stdout and stderr, instead of pipes.
+        pass_fds: Descriptors that it inherits.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Program:
         raw: bool = False,
         before: tuple[str, ...] = (),
         terminal: int | None = None,
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
@@ -56,6 +58,7 @@ class Program:
             text=True,
             env={**clean, **(environment or {})},
             start_new_session=True,
+            pass_fds=pass_fds,
         )
         self.output: list[str] = []
         self.errors: list[str] = []

@@ -1,12 +1,13 @@
 """What ranks print: whole lines, log files, prefixes, one bar, and equal warnings once."""
 
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import Program
+from tests.processes import Program, until
 from tests.terminal import COLUMNS, TerminalProgram
 
 pytestmark = pytest.mark.concurrent
@@ -182,6 +183,33 @@ def test_a_closed_stdout_ends_no_training(tmp_path):
         assert len(program.output) == 1
         assert program.said().count("stdout of this command cannot be written (Broken pipe)") == 1
         assert all((tmp_path / f"done-{rank}").exists() for rank in range(2))
+
+
+UNREAD = """
+import sys
+from torchbearer_ddp import run_distributed
+
+def work():
+    print("started", file=sys.stderr, flush=True)
+    while True:
+        print("x" * 1000)
+
+if __name__ == "__main__":
+    run_distributed(work)
+"""
+
+
+def test_output_that_nobody_reads_does_not_keep_a_run_from_ending(tmp_path):
+    command = (sys.executable, script(tmp_path, UNREAD), "--nproc-per-node", "2")
+    reader, writer = os.pipe()
+    shell = ("bash", "-c", f'exec "$@" >&{writer}', "bash", *command)
+    with Program(*shell, raw=True, pass_fds=(writer,)) as program:
+        os.close(writer)
+        until(lambda: len(program.errors) == 3 or program.process.poll() is not None, 60)
+        program.process.terminate()
+        assert program.code() == 143, program.text()
+        assert not program.alive()
+    os.close(reader)
 
 
 def test_a_log_folder_that_cannot_be_made_starts_nothing(tmp_path):

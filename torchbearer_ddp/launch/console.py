@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchbearer_ddp.log import logger
 _PIECE = select.PIPE_BUF
 #: With more than this unwritten, the ranks have to wait as they would for the console itself.
 _MOST_PENDING = 1 << 20
+_WAIT_MILLISECONDS = 100
 #: To the start of the line, and clear it.
 _CLEAR = b"\r\x1b[K"
 
@@ -89,11 +91,13 @@ class Console:
             self._pending += data
             self.flush()
 
-    def flush(self, *, wait: bool = False) -> None:
-        """Writes what can be written now; with ``wait`` everything."""
+    def flush(self, gives_up: Callable[[], bool] | None = None) -> None:
+        """Writes what can be written now; or everything, unless the function says to give up."""
         try:
-            while self._pending and not (self.is_held and not wait):
-                if not self._write_piece(wait=wait):
+            while self._pending and not self.is_held:
+                if not self._write_piece(0 if gives_up is None else _WAIT_MILLISECONDS) and (
+                    gives_up is None or gives_up()
+                ):
                     return
         except (OSError, ValueError) as error:  # ValueError: the program has closed it
             self._is_broken = True
@@ -104,19 +108,18 @@ class Console:
                 "there is no longer shown. Training continues"
             )
 
-    def _write_piece(self, *, wait: bool) -> bool:
-        """Writes a piece; False if that would block."""
+    def _write_piece(self, milliseconds: int) -> bool:
+        """Writes a piece; False if that would block for longer."""
         if self._descriptor is None:
             self._stream.write(self._pending.decode(errors="replace"))
             self._stream.flush()
             self._pending.clear()
             return True
         self._stream.flush()  # what the launcher itself has printed comes first
-        if not wait:
-            poll = select.poll()
-            poll.register(self._descriptor, select.POLLOUT)
-            if not poll.poll(0):
-                return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLOUT)
+        if not poll.poll(milliseconds):
+            return False
         del self._pending[: os.write(self._descriptor, self._pending[:_PIECE])]
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 from torchbearer import magics
@@ -11,8 +12,8 @@ from tqdm import notebook as tqdm_notebook
 
 
 def is_notebook() -> bool:
-    """True in a notebook, by torchbearer's own rule."""
-    return bool(magics.is_notebook())
+    """True in a notebook; by torchbearer's own rule also IPython in a terminal is one."""
+    return bool(magics.is_notebook()) and not getattr(sys.stdout, "isatty", bool)()
 
 
 class NotebookBars:

@@ -9,11 +9,13 @@ last state of a line that was overwritten with carriage returns counts.
 from __future__ import annotations
 
 import sys
+import termios
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchbearer_ddp.launch.console import Console
 from torchbearer_ddp.launch.notebook import is_notebook
@@ -44,6 +46,8 @@ class Output:
         self._streams: list[_Stream] = []
         self._files: dict[int, BinaryIO] = {}
         self._kept: dict[int, deque[bytes]] = {}
+        #: How the terminal was before a debugger had it.
+        self._mode: list[Any] | None = None
         shown = 1 if plan.quiet_ranks else plan.member.local_world_size
         self._has_prefix = plan.tee or (shown > 1 and self._has_terminal)
 
@@ -54,11 +58,6 @@ class Output:
     @property
     def _has_terminal(self) -> bool:
         return any(each.is_terminal for each in self._consoles)
-
-    @property
-    def is_full(self) -> bool:
-        """True if what was read cannot be shown: the ranks have to wait."""
-        return any(each.is_full for each in self._consoles)
 
     def open_for(self, rank: int) -> tuple[RankStream, ...]:
         """The streams for stdout and stderr of a rank; one if the launcher's are the same."""
@@ -72,11 +71,13 @@ class Output:
             made.append(stream.source)
         return tuple(made)
 
-    def take(self, source: RankStream) -> None:
-        """Reads what has arrived on a stream."""
-        for stream in self._streams:
-            if stream.source is source:
-                self._read(stream)
+    def take(self, source: RankStream) -> bool:
+        """Reads what has arrived on a stream; False if it must wait, as nobody reads the rest."""
+        stream = next(each for each in self._streams if each.source is source)
+        if stream.console.is_full:
+            return False
+        self._read(stream)
+        return True
 
     def _read(self, stream: _Stream) -> bool:
         """Reads a piece; False if there was none."""
@@ -133,14 +134,19 @@ class Output:
 
     def hold(self, held: bool) -> None:
         """While a debugger has the terminal, nothing is shown there."""
+        if held and self._has_terminal:
+            with suppress(termios.error):
+                self._mode = termios.tcgetattr(0)
         for stream in self._streams:
             self._drain(stream)
         for console in self._consoles:
             console.flush()
             console.is_held = held and console.is_terminal
 
-    def close(self) -> None:
-        """Shows the rest. What other processes still hold open is not waited for."""
+    def close(self, gives_up: Callable[[], bool] = bool) -> None:
+        """Shows the rest, unless it is given up; pipes that others hold open are not waited for."""
+        if any(each.is_held for each in self._consoles) and self._mode is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, self._mode)  # the debugger was killed
         self.hold(False)
         for stream in self._streams:
             if rest := stream.rest():
@@ -152,7 +158,7 @@ class Output:
             stream.source.close()
         self._streams.clear()
         for console in self._consoles:
-            console.flush(wait=True)
+            console.flush(gives_up)
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -30,7 +30,7 @@ class RankStream:
                 self.resize(size)
         if not self.is_terminal:
             self.reader, self.writer = os.pipe()
-            with suppress(OSError):
+            with suppress(OSError, AttributeError):  # Linux has it
                 fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.reader, False)
         self.is_open = True

@@ -38,6 +38,8 @@ _FULL_SECONDS = 0.01
 _NOTICE_SECONDS = 3.0
 #: Between two ranks that write their stacks into one terminal.
 _STACK_SECONDS = 0.05
+#: How long the last lines may take after a signal.
+_LAST_SECONDS = 2.0
 _CHILD_FILE = Path(__file__).with_name("child.py")
 
 
@@ -120,10 +122,8 @@ class Supervisor:
         """Takes what the ranks have sent and printed."""
         for key, _ in selector.select(_TICK_SECONDS):
             if isinstance(key.data, RankStream):
-                if self._output.is_full:
-                    time.sleep(_FULL_SECONDS)  # and leave it in the pipe
-                    continue
-                self._output.take(key.data)
+                if not self._output.take(key.data):
+                    time.sleep(_FULL_SECONDS)  # it stays in the pipe, and the rank waits
                 if not key.data.is_open:
                     selector.unregister(key.fd)
                 continue
@@ -140,7 +140,11 @@ class Supervisor:
         for rank in self._ranks:
             self._messages.take(rank)
         self._messages.close()
-        self._output.close()
+        now = time.monotonic()
+        # After a signal nobody may be left to read what is shown.
+        self._output.close(
+            lambda: self._signal is not None and time.monotonic() - now > _LAST_SECONDS
+        )
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         self._read(selector)
