@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -165,8 +165,9 @@ class SyncGradients(OrderedCallback):
         # The other ranks do not know of a new request yet: all leave the loop at the next exchange.
         state[torchbearer.STOP_TRAINING] = self._exchange.step.agreed.stop
         self._note_signal()
-        if self.times and state[torchbearer.BATCH]:  # before the first is what follows an epoch
-            sentence = self._stragglers.add(self.times, debug.last_step() or 0)
+        # Before the first batch comes what is done between two epochs.
+        if state[torchbearer.BATCH] and collectives.is_rank_zero() and (times := self.times):
+            sentence = self._stragglers.add(times, debug.last_step() or 0)
             if sentence is not None:
                 announce(sentence)
 
@@ -250,10 +251,10 @@ class SyncGradients(OrderedCallback):
         return self.reducer.timing if self.reducer else Timing()
 
     @property
-    def times(self) -> list[float]:
+    def times(self) -> Sequence[float]:
         """How long each rank took before the last exchange of this step; empty without one."""
         agreed = self._exchange.step.agreed
-        return agreed.times if isinstance(agreed, StepSummary) else []
+        return agreed.times if isinstance(agreed, StepSummary) else ()
 
     @property
     def reducer(self) -> Reducer | None:
