@@ -16,11 +16,8 @@ from torchbearer_ddp.gradients.header import RankReport, StepSummary
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.step_exchange import StepExchange
-<<<<<<< HEAD
-from torchbearer_ddp.gradients.timing import Timing
-=======
 from torchbearer_ddp.gradients.stragglers import Stragglers
->>>>>>> 15c2c3f3d100f57861db24bebc5a6e49f895507d
+from torchbearer_ddp.gradients.timing import Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.group import collectives, debug, stop_request, unsynchronised
 from torchbearer_ddp.log import announce
