@@ -294,7 +294,10 @@ def stop_early_and_hold(folder: str) -> dict[str, Any]:
     data = TensorDataset(torch.randn(12, 8), torch.randint(3, (12,)))
     never_better = EarlyStopping(monitor="loss", patience=1, min_delta=100.0)
     callbacks = (*data_parallel(), Checkpoint(folder), never_better)
-    trial = short_trial(model, torch.nn.CrossEntropyLoss(), *callbacks)
+    optimizer = GradientDescent(model.parameters(), 0.1, 0.0)
+    trial = torchbearer.Trial(
+        model, optimizer, torch.nn.CrossEntropyLoss(), ["loss"], list(callbacks), verbose=0
+    )
     history = trial.with_train_generator(DataLoader(data, batch_size=3)).run(9)
     result = {"epochs": len(history), "parameters": parameters(model).tolist()}
     if restarts() == 0:

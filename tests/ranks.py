@@ -26,6 +26,7 @@ from typing import Any
 
 import cloudpickle
 
+import tests.stand_ins.nccl  # noqa: F401 (every rank knows its backend)
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import membership, rendezvous, stop_request
 from torchbearer_ddp.group.join import join, leave
@@ -70,6 +71,7 @@ def run_ranks(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     seed: int | None = 0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Runs a function on every rank and returns what they returned, by rank."""
     store = rendezvous.serve_store("127.0.0.1", 0, group_timeout)
@@ -84,6 +86,7 @@ def run_ranks(
             local_world_size=world_size,
             timeout=group_timeout,
             seed=seed,
+            backend=backend,
         )
         process = _context.Process(
             target=_rank_main, args=(payload, member, store.port, sender), name=f"rank {rank}"
@@ -111,6 +114,7 @@ class RankPool:
         world_size: The number of ranks.
         prepare: Called on every rank before each function.
         group_timeout: The timeout of the group that the ranks join.
+        backend: The backend of that group.
         device: ``cpu``, or ``cuda`` for a GPU of its own for each rank.
     """
 
@@ -120,8 +124,10 @@ class RankPool:
         prepare: Callable[[], None] = lambda: None,
         *,
         group_timeout: float = 30.0,
+        backend: str = "gloo",
         device: str = "cpu",
     ) -> None:
+        self._backend = backend
         self._world_size = world_size
         self._prepare = prepare
         self._device = device
@@ -175,9 +181,12 @@ class RankPool:
         for rank in range(self._world_size):
             ours, theirs = _context.Pipe()
             member = Member(
-                *(rank, self._world_size, rank, self._world_size),
+                rank,
+                self._world_size,
+                rank,
+                self._world_size,
                 device=self._device,
-                backend="gloo" if self._device == "cpu" else "cpu:gloo,cuda:nccl",
+                backend=self._backend,
                 timeout=self._group_timeout,
                 seed=0,
             )

@@ -226,6 +226,23 @@ def test_sums_on_top_of_sums_are_refused_when_they_are_used():
     assert_replicas_equal(mean)
 
 
+@pytest.mark.parametrize("loss", ["sum", None])
+def test_sums_left_by_the_run_before_are_refused_too(loss, two_ranks):
+    def body():
+        def closure(state):  # never clears anything
+            state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+            state[torchbearer.LOSS] = summed(state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+            state[torchbearer.LOSS].backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+        model = net()
+        run(model, sync(loss=loss), mine()[:1], criterion=summed)
+        with pytest.raises(DesyncError, match="The loss is a sum, and SGD is about to step"):
+            run(model, sync(loss=loss), mine()[:1], criterion=summed, closure=closure)
+
+    two_ranks.run(body)
+
+
 UNEVEN = [[5, 3, 4, 1], [3, 3, 1, 4], [1, 6, 2, 2], [3, 1, 2, 5]]
 
 

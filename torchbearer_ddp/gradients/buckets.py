@@ -72,12 +72,12 @@ def is_alone(groups: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
 
 
 def _default_bytes(device: torch.device) -> int:
-    """25 MiB for NCCL, where starting a sum is expensive; else 4 MiB.
+    """25 MiB on a GPU, where starting a sum is expensive; else 4 MiB.
 
     With gloo less is left to wait for after backward; in shared memory one bucket is summed while
     the next is filled, and both fit the cache.
     """
-    return (25 if device.type == "cuda" else 4) * _MIB
+    return (4 if device.type == "cpu" else 25) * _MIB
 
 
 def place(
@@ -103,6 +103,7 @@ def fill(
     """Copies gradients to their places in a bucket; a missing one, or all if empty, is zero."""
     sources: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
+    missing: list[torch.Tensor] = []
     for index, view in zip(bucket.indices, bucket.views, strict=True):
         gradient = parameters[index].grad
         if factor == 1.0 and gradient is view and not empty:
@@ -110,14 +111,17 @@ def fill(
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient is None or empty:
-            view.zero_()
+            missing.append(view)
         elif factor != 1.0:
             torch.mul(gradient, factor, out=view)
         else:
             sources.append(gradient)
             places.append(view)
+    # One kernel for all of them on a GPU.
     if places:
         torch._foreach_copy_(places, sources)
+    if missing:
+        torch._foreach_zero_(missing)
 
 
 def _view(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

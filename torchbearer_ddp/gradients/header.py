@@ -17,6 +17,9 @@ import numpy
 import numpy.typing
 import torch
 
+from torchbearer_ddp.gradients.host_copy import HostCopy
+from torchbearer_ddp.group.waiting import Wait
+
 #: Numbers up to twice this are exact in single precision.
 MODULUS = 2**22
 #: So many yes-or-no marks fit one number that is exact in single precision.
@@ -84,7 +87,7 @@ class StepSummary:
         frozen: Each rank's checksum of which parameters are frozen.
         weights: Each rank's weight.
         losses: Each rank's loss.
-        slowest: The longest any rank took since the last exchange, in seconds.
+        times: How long each rank took since the last exchange, in seconds.
         together: True if all ranks have the same step, batch, site and frozen parameters.
         marks: One number per parameter: zero if no rank has a gradient for it. To be read before
             the next exchange.
@@ -104,7 +107,7 @@ class StepSummary:
     frozen: Sequence[float]
     weights: Sequence[float]
     losses: Sequence[float]
-    slowest: float
+    times: Sequence[float]
     together: bool
     marks: numpy.typing.NDArray[numpy.float32]
     failed: Sequence[int] = ()
@@ -115,6 +118,11 @@ class StepSummary:
     wishes: int = 0
     groups: int = 0
     mixed: int = 0
+
+    @property
+    def slowest(self) -> float:
+        """The longest any rank took since the last exchange, in seconds."""
+        return max(self.times)
 
     def in_step(self, step: int) -> bool:
         """True if every rank is at this step."""
@@ -135,10 +143,9 @@ class Header:
         return world_size * _FIELDS + parameters
 
     def __init__(self, place: torch.Tensor, rank: int, world_size: int) -> None:
-        self._place = place
-        self._on_host = place.device.type == "cpu"
+        self._copy = None if place.device.type == "cpu" else HostCopy(place)
         #: On the CPU numpy shares the bucket's memory.
-        self._values = place.numpy() if self._on_host else numpy.zeros(len(place), numpy.float32)
+        self._values = place.numpy() if self._copy is None else self._copy.values
         # Memory and not numpy or torch: a third of the time for a few numbers.
         self._memory = memoryview(self._values)  # type: ignore[arg-type]
         self._rows = world_size * _FIELDS
@@ -155,19 +162,19 @@ class Header:
         self._row.pack_into(self._memory, self._offset, report.step % MODULUS, *_row(report))
         if used is not None:
             self._marks[:] = used
-        if not self._on_host:
-            self._place.copy_(torch.from_numpy(self._values))
+        if self._copy is not None:
+            self._copy.send()
 
-    def read(self) -> StepSummary:
+    def read(self, wait: Wait) -> StepSummary:
         """Reads all parts, after the bucket was summed."""
-        if not self._on_host:
-            self._values[:] = self._place.cpu().numpy()
+        if self._copy is not None:
+            self._copy.receive(wait)
         values = self._memory[: self._rows].tolist()
         rows = [values[start : start + _FIELDS] for start in range(0, self._rows, _FIELDS)]
         steps, batches, sites, frozen, weights, losses, seconds, *rare = zip(*rows, strict=True)
         first = rows[0][: len(_EQUAL)]
         summary = StepSummary(
-            *(steps, batches, sites, frozen, weights, losses, max(seconds)),
+            *(steps, batches, sites, frozen, weights, losses, seconds),
             all(row[: len(_EQUAL)] == first for row in rows),
             self._marks,
         )

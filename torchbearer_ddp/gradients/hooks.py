@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,19 @@ class Marks:
         if id(parameter) in self.changed:
             return True
         return parameter.grad is not view and id(parameter) not in self.averaged
+
+    def begin_step(self) -> None:
+        """Begins a step, of which nothing is known yet."""
+        self.averaged.clear()
+        self.before.clear()
+
+    def note_before(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notes the gradients at the start of a step."""
+        self.before.update((id(p), p.grad) for p in parameters if p.grad is not None)
+
+    def note_mixed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Marks gradients that were there at the start of the step, if no hook could do it."""
+        self.mixed.update(id(p) for p in parameters if p.grad is self.before.get(id(p), self))
 
     def note_average(self, identities: frozenset[int]) -> None:
         """Marks gradients as averaged."""
@@ -159,6 +173,8 @@ class EarlySends(ChangedGradients):
         #: By bucket the parameters whose gradients have not appeared yet.
         self._missing: list[set[int]] = []
         self._changed = False
+        # Backward has a thread for each device, and a model may be on several.
+        self._lock = threading.Lock()
         super().__init__(parameters, views, marks)
 
     def arm(self, send: Send) -> None:
@@ -178,8 +194,11 @@ class EarlySends(ChangedGradients):
 
     def _appeared(self, index: int, parameter: torch.Tensor) -> None:
         bucket = self._bucket_of.get(index)
-        if bucket is None:
-            return
+        if bucket is not None:
+            with self._lock:
+                self._note(index, bucket)
+
+    def _note(self, index: int, bucket: int) -> None:
         if bucket < self.sent or index not in self._missing[bucket]:
             self._changed = True
             return

@@ -31,6 +31,7 @@ from torchbearer_ddp.gradients.criterion_parts import on_copies
 from torchbearer_ddp.gradients.target_weights import (
     CLASS_LOSSES,
     TargetWeights,
+    Total,
     class_targets,
     not_ignored,
 )
@@ -129,19 +130,21 @@ def combine(verdicts: Sequence[Verdict]) -> Verdict:
     return Verdict(known.pop())
 
 
-def divisor(criterion: Any, state: Any, kind: str) -> float:
+def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.total) -> float:
     """What the loss of this batch divides by: the number of samples, or the targets' weights.
 
-    Targets of a cross-entropy that are ignored are not counted as samples.
+    Targets of a cross-entropy that are ignored are not counted as samples. ``total`` adds them up.
     """
     if kind == "weighted":
         target = class_targets(state)
         if target is not None:
-            return TargetWeights.of(criterion).total(target)
+            return total(TargetWeights.of(criterion), target)
     elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
         target = class_targets(state)
         if target is not None and target.dim() == 1:
-            return not_ignored(target, criterion.ignore_index)
+            if target.device.type == "cpu":
+                return not_ignored(target, criterion.ignore_index)
+            return total(TargetWeights(None, criterion.ignore_index), target)
     return float(batch_size(state))
 
 

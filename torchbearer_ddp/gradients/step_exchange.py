@@ -80,7 +80,8 @@ class StepExchange:
     def begin_step(self) -> None:
         """Begins a step, in which nothing is agreed yet."""
         self.step = Step()
-        self.averager.begin_step(sums=self.losses.kind() == "sum")
+        self.losses.early_total.begin(self._state)
+        self.averager.begin_step(sums=self.losses.kind() in (None, "sum"))
 
     def end(self) -> None:
         """Ends what a run has changed for the whole process; gradients get memory of their own."""
