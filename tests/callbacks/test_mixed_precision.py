@@ -18,7 +18,9 @@ from torchbearer.callbacks import Callback, on_backward, on_criterion, on_sample
 from tests import programs
 from tests.callbacks import half_precision
 from tests.callbacks.half_precision import CASES, Case, assert_same, batches, by_hand, network
+from tests.gradients.transport_cases import option, pool_for
 from tests.ranks import RankPool
+from tests.stand_ins import nccl
 from torchbearer_ddp import (
     Checkpoint,
     DesyncError,
@@ -70,18 +72,25 @@ def train_all(transport):
     }
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_ranks_are_a_loop_by_hand(some_ranks, transport):
-    world_size, pool = some_ranks
+def assert_by_hand(pool, world_size, transport):
     everyone = pool.run(train_all, (transport,))
     for name, case in CASES.items():
         expected = by_hand(case, world_size)
         for found in everyone:
             assert_same(found[name], expected)
-            for ours, first in zip(
-                found[name].parameters, everyone[0][name].parameters, strict=True
-            ):
-                assert torch.equal(ours, first), name
+            pairs = zip(found[name].parameters, everyone[0][name].parameters, strict=True)
+            assert all(torch.equal(*pair) for pair in pairs), name
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_ranks_are_a_loop_by_hand(some_ranks, transport):
+    world_size, pool = some_ranks
+    assert_by_hand(pool, world_size, transport)
+
+
+def test_ranks_on_a_stand_in_for_nccl():
+    with pool_for(nccl.NAME) as pool:
+        assert_by_hand(pool, 2, option(nccl.NAME))
 
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16"])
