@@ -17,6 +17,7 @@ registers the backend.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -77,15 +78,7 @@ class _Work:
         self._number = group.count()
         self._done = threading.Event()
         behaviour.log.append(("start", name, self._number))
-        inner = start()
-        threading.Thread(target=self._await, args=(inner,), daemon=True).start()
-
-    def _await(self, inner: Any) -> None:
-        try:
-            inner.wait()
-        except RuntimeError:
-            return  # a rank has died: with NCCL nothing happens then
-        self._done.set()
+        group.stream.put((start(), self._done))
 
     def is_completed(self) -> bool:
         if self._group.error or behaviour.remote_error:
@@ -114,6 +107,9 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout)
         self._count = 0
+        #: What is under way, and the event to set when it is complete; one after the other.
+        self.stream: queue.SimpleQueue[tuple[Any, threading.Event]] = queue.SimpleQueue()
+        threading.Thread(target=self._run_stream, daemon=True).start()
         #: Why the communicator was aborted.
         self.error: str | None = None
 
@@ -121,6 +117,15 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         """The number of the next collective."""
         self._count += 1
         return self._count - 1
+
+    def _run_stream(self) -> None:
+        while True:
+            work, done = self.stream.get()
+            try:
+                work.wait()
+            except RuntimeError:
+                return  # a rank has died: with NCCL nothing happens then, and nothing after it
+            done.set()
 
     def getBackendName(self) -> str:
         return NAME
