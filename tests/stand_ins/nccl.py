@@ -51,12 +51,14 @@ class Behaviour:
         device_seconds: How long the GPU takes for what comes before a collective.
         start_error: Raised by the next start.
         remote_error: What NCCL reports of another rank while a collective runs.
+        device_error: What CUDA reports of this rank's own device, whatever it is asked.
         log: What was started and waited for, in order: ``('start', 'allreduce', 0)``.
     """
 
     device_seconds: float = 0.0
     start_error: Exception | None = None
     remote_error: str | None = None
+    device_error: Exception | None = None
     log: list[tuple[str, str, int]] = field(default_factory=list)
 
     def reset(self) -> None:
@@ -81,6 +83,8 @@ class _Work:
         group.stream.put((start(), self._done))
 
     def is_completed(self) -> bool:
+        if behaviour.device_error:
+            raise behaviour.device_error
         if self._group.error or behaviour.remote_error:
             return True
         is_early = time.monotonic() < self._started + behaviour.device_seconds
