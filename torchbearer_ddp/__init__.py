@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from torchbearer_ddp.callbacks.checkpoint import Checkpoint
+from torchbearer_ddp.callbacks.cut_short import CUT_SHORT
 from torchbearer_ddp.callbacks.data import ShardData, shard
 from torchbearer_ddp.callbacks.flatten import Flatten
 from torchbearer_ddp.callbacks.gradients import SyncGradients
@@ -41,6 +42,7 @@ _membership.register(_auto_join.join_by_itself, _auto_join.report_errors)
 _unsynchronised.watch_under_torchrun()
 
 __all__ = [
+    "CUT_SHORT",
     "Checkpoint",
     "CheckpointError",
     "DesyncError",

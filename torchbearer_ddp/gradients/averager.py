@@ -76,7 +76,7 @@ class Averager:
         found = trained.parameters(state, [*self._skip, *wrapped])
         optimizers = trained.optimizers(state)
         kinds: list[Any] = [(name, *_kind(parameter)) for name, parameter in found]
-        kinds.append([id(each) for each in optimizers.values()])
+        kinds += map(id, optimizers.values())
         if kinds != self._kinds:
             before = self._known
             self.forget()
@@ -123,10 +123,10 @@ class Averager:
             return False
         expected = number in self._at_step or (not is_main and number not in self._stepped)
         self._stepped.add(number)
-        if self.has_new_gradient(own) or (expected and not done):
+        needed = self.has_new_gradient(own) or (expected and not done)
+        if needed:
             self._at_step.add(number)
-            return True
-        return False
+        return needed
 
     def has_new_gradient(self, own: frozenset[int]) -> bool:
         """True if any of these parameters has a gradient that was not averaged."""
@@ -147,11 +147,7 @@ class Averager:
     ) -> StepSummary:
         """Replaces every new gradient by its average over all ranks.
 
-        Args:
-            group: The group of all ranks.
-            report: What this rank reports.
-            average: What the gradients become.
-            optimizer: The one that is about to step; None after a backward of the Trial.
+        ``optimizer`` is the one that is about to step; None after a backward of the Trial.
         """
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._optimizers.number(optimizer) + 1
@@ -202,7 +198,7 @@ class Averager:
     def forget(self) -> None:
         """Drops all of it, also after a run that failed; the gradients stay valid."""
         self._order.close()
-        self._failed = self._failed or (self.reducer is not None and self.reducer.is_sending)
+        self._failed |= self.reducer is not None and self.reducer.is_sending
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
@@ -275,9 +271,8 @@ class Averager:
             self._agree_on_frozen()
 
     def _place(self, site: int) -> str:
-        if not site:
-            return "after a backward pass"
-        return f"before the step of {self._optimizers.name(site - 1)}"
+        name = self._optimizers.name(site - 1)
+        return f"before the step of {name}" if site else "after a backward pass"
 
     def _agree_on_frozen(self, **extra: Any) -> list[dict[str, Any]]:
         return collectives.agree(
@@ -342,7 +337,7 @@ class Averager:
                 "every rank now has rank 0's. Make it before run(), where random numbers are equal "
                 "on all ranks"
             )
-            tensors: list[torch.Tensor] = [tensor for _, tensor in self._strangers]
+            tensors = [tensor.data for _, tensor in self._strangers]
             collectives.broadcast_tensors(tensors, "parameters that appeared during the run")
         self._strangers = []
 
@@ -350,5 +345,5 @@ class Averager:
 def _kind(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
     """What buckets depend on; a parameter at rest is frozen, with no gradient left to average."""
     rests = not parameter.requires_grad and parameter.grad is None
-    shape = parameter.shape, parameter.stride()
-    return id(parameter), parameter.dtype, parameter.device, *shape, rests
+    layout = parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+    return id(parameter), *layout, rests
