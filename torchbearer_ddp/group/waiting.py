@@ -20,6 +20,8 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import Any, TypeVar
 
+import torch
+
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import Store
 
@@ -87,12 +89,16 @@ class Wait:
                 raise self._store_lost(ended=error.__cause__ is not None) from error
             raise
 
-    def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
+    def connection_error(self, error: Exception, lost: int | None = None) -> Exception:
         """The error to raise when the transport fails: the failed rank's own, if it recorded one.
+
+        That of this rank's device is the first cause, and not one of the connection.
 
         ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
+        if isinstance(error, torch.AcceleratorError):
+            return error
         self._place = users_place()
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
         try:
