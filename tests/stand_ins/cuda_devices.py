@@ -69,6 +69,7 @@ def visible(*uuids: str) -> Iterator[CudaDevices]:
         for name, replaced in {
             "device_count": lambda: len(uuids),
             "is_available": lambda: bool(uuids),
+            "is_initialized": lambda: bool(uuids),
             "current_device": lambda: found.selected,
             "set_device": found.set_device,
             "get_device_properties": found.get_device_properties,
