@@ -63,7 +63,9 @@ def test_drawing_is_noticed(drawing):
 def saved_with(*uuids, own):
     with cuda_devices.visible(*uuids) as gpus:
         torch.cuda.set_device(own)
-        gpus.states = [torch.full((16,), 100 + index, dtype=torch.uint8) for index in range(len(uuids))]
+        gpus.states = [
+            torch.full((16,), 100 + index, dtype=torch.uint8) for index in range(len(uuids))
+        ]
         return randomness.rng_state()
 
 
