@@ -26,6 +26,7 @@ from typing import Any
 
 import cloudpickle
 
+import tests.stand_ins.nccl  # noqa: F401 (every rank knows its backend)
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import membership, rendezvous, stop_request
 from torchbearer_ddp.group.join import join, leave
@@ -70,6 +71,7 @@ def run_ranks(
     timeout: float = 60.0,
     group_timeout: float = 30.0,
     seed: int | None = 0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Runs a function on every rank and returns what they returned, by rank."""
     store = rendezvous.serve_store("127.0.0.1", 0, group_timeout)
@@ -84,6 +86,7 @@ def run_ranks(
             local_world_size=world_size,
             timeout=group_timeout,
             seed=seed,
+            backend=backend,
         )
         process = _context.Process(
             target=_rank_main, args=(payload, member, store.port, sender), name=f"rank {rank}"
@@ -111,6 +114,7 @@ class RankPool:
         world_size: The number of ranks.
         prepare: Called on every rank before each function.
         group_timeout: The timeout of the group that the ranks join.
+        backend: The backend of that group.
     """
 
     def __init__(
@@ -119,7 +123,9 @@ class RankPool:
         prepare: Callable[[], None] = lambda: None,
         *,
         group_timeout: float = 30.0,
+        backend: str = "gloo",
     ) -> None:
+        self._backend = backend
         self._world_size = world_size
         self._prepare = prepare
         self._group_timeout = group_timeout
@@ -172,7 +178,13 @@ class RankPool:
         for rank in range(self._world_size):
             ours, theirs = _context.Pipe()
             member = Member(
-                rank, self._world_size, rank, self._world_size, timeout=self._group_timeout, seed=0
+                rank,
+                self._world_size,
+                rank,
+                self._world_size,
+                backend=self._backend,
+                timeout=self._group_timeout,
+                seed=0,
             )
             process = _context.Process(
                 target=_serve, args=(member, self._store.port, theirs), name=f"rank {rank}"

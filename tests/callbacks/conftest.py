@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gradients.transport_cases import TRANSPORTS, play_hosts
+from tests.gradients.transport_cases import LAYOUTS, pool_for
 from tests.ranks import RankPool
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def transport_ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, RankPool]]:
     """Each transport in turn, and ranks on the hosts that it needs."""
-    world_size, layout = TRANSPORTS[request.param]
-    with RankPool(world_size, lambda: play_hosts(layout)) as pool:
+    with pool_for(request.param) as pool:
         yield request.param, pool
 
 

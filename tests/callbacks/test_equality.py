@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 
+from tests.gradients.transport_cases import option
 from tests.ranks import run_ranks
 from torchbearer_ddp.callbacks.parallel import data_parallel
 from torchbearer_ddp.group import collectives
@@ -64,6 +65,6 @@ def test_ranks_end_where_one_process_ends(world_size, optimizer_name):
 def test_every_transport_ends_there(transport_ranks):
     transport, pool = transport_ranks
     alone = train_and_predict("momentum")
-    for result in pool.run(train_and_predict, ("momentum", transport)):
+    for result in pool.run(train_and_predict, ("momentum", option(transport))):
         for mine, one in zip(result["parameters"], alone["parameters"], strict=True):
             assert (mine - one).abs().max() <= 1e-6

@@ -16,7 +16,7 @@ def exchanged(reports, used, dtype=torch.float32):
     total = sum(places)
     for place in places:
         place.copy_(total)
-    return [header.read() for header in headers]
+    return [header.read(None) for header in headers]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from tests.ranks import RankPool
+from tests.stand_ins import nccl
 from torchbearer_ddp.gradients.transports import hosts, shared_memory
 from torchbearer_ddp.gradients.transports.choose import choose
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
 from torchbearer_ddp.group import collectives, membership
 from torchbearer_ddp.group.waiting import Wait
 
-#: By transport the number of ranks it needs, and the host of each rank.
-TRANSPORTS = {"gloo": (2, "aa"), "shm": (2, "aa"), "hierarchical": (4, "abba")}
+#: By transport the host of each rank that it needs.
+LAYOUTS = {"gloo": "aa", "shm": "aa", "hierarchical": "abba", nccl.NAME: "ab"}
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
 SIZES = [0, 1, 2, 3, 17, 1009, 16384, 100003, shared_memory.CACHE_BYTES // 4 + 1]
@@ -24,6 +26,22 @@ SIZES = [0, 1, 2, 3, 17, 1009, 16384, 100003, shared_memory.CACHE_BYTES // 4 + 1
 def play_hosts(layout: str) -> None:
     """Lets each rank run on the host that the layout has for it, such as 'abab'."""
     os.environ[hosts.HOST_ID_VARIABLE] = layout[collectives.rank()]
+
+
+def pool_for(transport: str) -> RankPool:
+    """Ranks on the hosts that a transport needs, with its backend."""
+    layout = LAYOUTS[transport]
+
+    def prepare() -> None:
+        play_hosts(layout)
+        nccl.behaviour.reset()
+
+    return RankPool(len(layout), prepare, backend=transport if transport == nccl.NAME else "gloo")
+
+
+def option(transport: str) -> str:
+    """What a callback asks for to get this transport."""
+    return "auto" if transport == nccl.NAME else transport
 
 
 def bucket(size: int, dtype: torch.dtype = torch.float32, header: int = 0) -> Bucket:

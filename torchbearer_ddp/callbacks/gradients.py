@@ -14,8 +14,9 @@ from torchbearer_ddp.gradients.accumulation import Accumulation
 from torchbearer_ddp.gradients.averager import Averager
 from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
-from torchbearer_ddp.gradients.reducer import Options, Reducer, Timing
+from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.step_exchange import StepExchange
+from torchbearer_ddp.gradients.timing import Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
 from torchbearer_ddp.group import collectives, stop_request, unsynchronised
 

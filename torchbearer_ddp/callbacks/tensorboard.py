@@ -23,7 +23,7 @@ from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.checkpoints import contents
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
-from torchbearer_ddp.gradients.reducer import Timing
+from torchbearer_ddp.gradients.timing import Timing
 from torchbearer_ddp.group import collectives
 
 _GLOBAL_STEP = "global_step"

@@ -94,6 +94,7 @@ def fill(
     """Copies gradients to their places in a bucket; a missing one, or all if empty, is zero."""
     sources: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
+    missing: list[torch.Tensor] = []
     for index, view in zip(bucket.indices, bucket.views, strict=True):
         gradient = parameters[index].grad
         if factor == 1.0 and gradient is view and not empty:
@@ -101,14 +102,17 @@ def fill(
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient is None or empty:
-            view.zero_()
+            missing.append(view)
         elif factor != 1.0:
             torch.mul(gradient, factor, out=view)
         else:
             sources.append(gradient)
             places.append(view)
+    # One kernel for all of them on a GPU.
     if places:
         torch._foreach_copy_(places, sources)
+    if missing:
+        torch._foreach_zero_(missing)
 
 
 def _view(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

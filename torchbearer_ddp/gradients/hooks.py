@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,8 @@ class EarlySends(ChangedGradients):
         #: By bucket the parameters whose gradients have not appeared yet.
         self._missing: list[set[int]] = []
         self._changed = False
+        # Backward has a thread for each device, and a model may be on several.
+        self._lock = threading.Lock()
         super().__init__(parameters, views, marks)
 
     def arm(self, send: Send) -> None:
@@ -178,8 +181,11 @@ class EarlySends(ChangedGradients):
 
     def _appeared(self, index: int, parameter: torch.Tensor) -> None:
         bucket = self._bucket_of.get(index)
-        if bucket is None:
-            return
+        if bucket is not None:
+            with self._lock:
+                self._note(index, bucket)
+
+    def _note(self, index: int, bucket: int) -> None:
         if bucket < self.sent or index not in self._missing[bucket]:
             self._changed = True
             return

@@ -28,7 +28,12 @@ from torchbearer import State
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size, first_tensor, map_tensors, select
 from torchbearer_ddp.gradients.criterion_parts import on_copies
-from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, TargetWeights, class_targets
+from torchbearer_ddp.gradients.target_weights import (
+    CLASS_LOSSES,
+    TargetWeights,
+    Total,
+    class_targets,
+)
 from torchbearer_ddp.group.trained import LOADER_KEYS
 
 KINDS = ("mean", "sum", "weighted", "coupled", "unknown")
@@ -124,19 +129,19 @@ def combine(verdicts: Sequence[Verdict]) -> Verdict:
     return Verdict(known.pop())
 
 
-def divisor(criterion: Any, state: Any, kind: str) -> float:
+def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.total) -> float:
     """What the loss of this batch divides by: the number of samples, or the targets' weights.
 
-    Targets of a cross-entropy that are ignored are not counted as samples.
+    Targets of a cross-entropy that are ignored are not counted as samples. ``total`` sums them.
     """
     if kind == "weighted":
         target = class_targets(state)
         if target is not None:
-            return TargetWeights.of(criterion).total(target)
+            return total(TargetWeights.of(criterion), target)
     elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
         target = class_targets(state)
         if target is not None and target.dim() == 1:
-            return TargetWeights(None, criterion.ignore_index).total(target)
+            return total(TargetWeights(None, criterion.ignore_index), target)
     return float(batch_size(state))
 
 

@@ -12,6 +12,7 @@ from torchbearer.bases import base_closure
 
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.gradients.loss import Verdict, classify, combine, divisor, is_value_of
+from torchbearer_ddp.gradients.target_weights import EarlyTotal
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
@@ -65,6 +66,7 @@ class LossVerdicts:
         self._tries = 0
         self._seen = 0
         self._taken_for_means: set[str] = set()
+        self.early_total = EarlyTotal()
 
     def state_dict(self) -> list[list[str]]:
         """The kinds found so far, and a description of the criterion of each."""
@@ -93,7 +95,8 @@ class LossVerdicts:
         if self._weight is not None:
             return as_sent(float(self._weight(state)))
         kind = self.kind(number) or "unknown"
-        return as_sent(divisor(state.get(torchbearer.CRITERION), state, kind))
+        criterion = state.get(torchbearer.CRITERION)
+        return as_sent(divisor(criterion, state, kind, self.early_total.of))
 
     def of_another_optimizer(self, state: Any, name: str) -> tuple[Average, float]:
         """How the gradients count that an optimizer steps on outside of the Trial's closure.

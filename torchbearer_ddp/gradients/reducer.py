@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,25 +13,11 @@ from torchbearer_ddp.gradients import sparse
 from torchbearer_ddp.gradients.exchange import Exchange, Trained
 from torchbearer_ddp.gradients.header import Header, RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import ChangedGradients, EarlyCopies, EarlySends, Marks
+from torchbearer_ddp.gradients.timing import Timing, clock_for
 from torchbearer_ddp.gradients.transports.choose import choose
 from torchbearer_ddp.gradients.weights import Average, Weights, counts_nothing
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
-
-
-@dataclass
-class Timing:
-    """Where the time of one step went, in seconds.
-
-    Attributes:
-        compute: This rank's own work since the last exchange.
-        waiting: Until the slowest rank was done with its own.
-        moving: The exchange itself.
-    """
-
-    compute: float = 0.0
-    waiting: float = 0.0
-    moving: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ class Reducer:
         self._begun = False
         self._hooks = self._make_hooks()
         self._step = 0
-        self._since = time.perf_counter()
+        self._clock = clock_for(self._buckets[-1].device)
         self.timing = Timing()
 
     def _make_hooks(self) -> ChangedGradients:
@@ -182,8 +167,7 @@ class Reducer:
         Raises:
             DesyncError: If the ranks are not at the same step.
         """
-        started = time.perf_counter()
-        report.step, report.seconds = self._step, started - self._since
+        report.step, report.seconds = self._step, self._clock.begin_exchange()
         sent, report.again = self._hooks.disarm()
         self._begun = True
         used = self._find_new(report, only)
@@ -206,9 +190,7 @@ class Reducer:
             )
         self._begun = False
         self._group.past_first_step = True
-        self._since = time.perf_counter()
-        waiting = max(0.0, summary.slowest - report.seconds)
-        self.timing = Timing(report.seconds, waiting, max(0.0, self._since - started - waiting))
+        self.timing = self._clock.end_exchange(summary.slowest)
         return summary
 
     def _find_new(self, report: RankReport, only: frozenset[int] | None) -> list[bool]:
@@ -270,11 +252,11 @@ class Reducer:
             exchange.indices = range(len(self._parameters))
             self._keep(exchange)
             self._sum(range(last + 1), sent, exchange, wait)
-            summary = self._header.read()
+            summary = self._header.read(wait)
             summary.groups = 1
         else:
             self._sum([last], 0, exchange, wait)
-            summary = self._header.read()
+            summary = self._header.read(wait)
             chosen = [i for i in range(last) if summary.groups >> self._buckets[i].group & 1]
             exchange.indices = [i for i, g in enumerate(self._groups) if summary.groups >> g & 1]
             self._keep(exchange)

@@ -77,6 +77,7 @@ class StepExchange:
     def begin_step(self) -> None:
         """Begins a step, in which nothing is agreed yet."""
         self.step = Step()
+        self.losses.early_total.begin(self._state)
         self.averager.begin_step(sums=self.losses.kind() == "sum")
 
     def end(self) -> None:

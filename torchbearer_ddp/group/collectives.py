@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchbearer_ddp import errors
 from torchbearer_ddp.errors import DesyncError, DistributedError
 from torchbearer_ddp.group import layouts, membership, wire
-from torchbearer_ddp.group.waiting import Wait, wait_for
+from torchbearer_ddp.group.waiting import Wait, wait_for, waiter
 
 _T = TypeVar("_T")
 #: The first message has this size, which is enough for most plain values.
@@ -156,8 +156,8 @@ def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Replaces each tensor by its sum over all ranks; shapes and dtypes must be equal."""
     if group := _group_with_peers():
         for flat, description in _flattened(tensors, name):
-            wait = Wait(group, description)
-            wait_for(dist.all_reduce(flat, group=_channel(group, flat), async_op=True), wait)
+            wait, channel = Wait(group, description), _channel(group, flat)
+            waiter(channel)(dist.all_reduce(flat, group=channel, async_op=True), wait)
 
 
 def any_rank(flag: bool, name: str) -> bool:
@@ -295,9 +295,10 @@ def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> lis
 
 def _broadcast_bytes(group: membership.Group, flat: torch.Tensor, name: str) -> list[torch.Tensor]:
     """Overwrites a tensor with rank zero's, and returns it."""
-    wait = Wait(group, name)
+    wait, channel = Wait(group, name), _channel(group, flat)
+    wait_on = waiter(channel)
     for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
-        wait_for(dist.broadcast(piece, 0, group=_channel(group, flat), async_op=True), wait)
+        wait_on(dist.broadcast(piece, 0, group=channel, async_op=True), wait)
     return [flat]
 
 
@@ -308,14 +309,15 @@ def _channel(group: membership.Group, tensor: torch.Tensor) -> Any:
 @torch.no_grad()
 def _flattened(tensors: Sequence[torch.Tensor], name: str) -> Iterator[tuple[torch.Tensor, str]]:
     """All tensors of each dtype and device as one, which is copied back after its exchange."""
-    kinds: dict[str, list[torch.Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            kind = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
-            kinds.setdefault(kind, []).append(tensor)
-    for kind, members in kinds.items():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for (dtype, place), members in kinds.items():
         joined = torch.cat([layouts.to_bytes(tensor) for tensor in members])
-        flat = joined.view(members[0].dtype)
+        flat = joined.view(dtype)
+        # The number of a device may differ between the ranks.
+        kind = f"{str(dtype).removeprefix('torch.')} on {place.type}"
         yield flat, f"{name} ({kind}, {flat.numel()} elements)"
         parts = torch.split(flat, [tensor.numel() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):

@@ -11,12 +11,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchbearer_ddp.group import collectives, layouts
 
+#: How much a device looks at in one go; words take a few times this memory.
+_PIECE_BYTES = 64 * 2**20
+_WORD_BYTES = 8
+#: An odd number with bits all over a word.
+_MIX = 0x1E3779B97F4A7C15
+
 Named = list[tuple[str, torch.Tensor]]
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """One checksum per tensor."""
-    return torch.tensor([_checksum(tensor) for _, tensor in tensors], dtype=torch.int64)
+    """One checksum per tensor, on the host; a GPU computes its own and sends them together."""
+    found = [_checksum(tensor) for _, tensor in tensors]
+    on_host = torch.zeros(len(found), dtype=torch.int64)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(found):
+        by_device.setdefault(value.device, []).append(index)
+    for indices in by_device.values():
+        on_host[indices] = torch.stack([found[index] for index in indices]).cpu()
+    return on_host
 
 
 def first_difference(
@@ -31,12 +44,33 @@ def first_difference(
     return None
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    parts = layouts.sparse_parts(tensor) or [tensor]
+    if parts[0].device.type != "cpu":
+        return device_checksum(parts)
     crc = 0
-    for part in layouts.sparse_parts(tensor) or [tensor]:
-        data: Any = layouts.to_bytes(part).cpu().numpy()
+    for part in parts:
+        data: Any = layouts.to_bytes(part).numpy()
         crc = zlib.crc32(data, crc)
-    return crc
+    return torch.tensor(crc)
+
+
+@torch.no_grad()
+def device_checksum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A checksum that the device of the tensors computes, as one number on that device.
+
+    Each word is multiplied by an odd number of its own, so no change of a single word is lost, and
+    words that change places are not equal. Integers overflow alike on every device and in any
+    order of additions.
+    """
+    total: Any = 0
+    for part in parts:
+        for data in torch.split(layouts.to_bytes(part), _PIECE_BYTES):
+            words = torch.nn.functional.pad(data, (0, -len(data) % _WORD_BYTES)).view(torch.int64)
+            numbers = torch.arange(1, len(words) + 1, device=words.device) * _MIX
+            numbers = (numbers ^ (numbers >> 29)) * _MIX | 1
+            total = total * _MIX + (words * numbers).sum() + len(data)
+    return total  # type: ignore[no-any-return]
 
 
 def batch_norm_statistics(model: torch.nn.Module) -> Named:

@@ -21,6 +21,7 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import Store
@@ -41,6 +42,8 @@ _CAUSE_SECONDS = 1.5
 _CAUSE_POLL_SECONDS = 0.1
 #: How long the store may take to answer; torch would wait forever if the network is cut.
 _STORE_SECONDS = 2.0
+#: How long a device is left alone between two looks at what it has done.
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 20e-6, 1e-3
 _NO_ANSWER = "the store does not answer"
 
 
@@ -89,16 +92,16 @@ class Wait:
                 raise self._store_lost(ended=error.__cause__ is not None) from error
             raise
 
-    def connection_error(self, error: Exception, lost: int | None = None) -> Exception:
+    def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
         """The error to raise when the transport fails: the failed rank's own, if it recorded one.
 
-        That of this rank's device is the first cause, and not one of the connection.
+        One of this rank's device, such as a failed assertion there, is the first cause itself.
 
         ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
         if isinstance(error, torch.AcceleratorError):
-            return error
+            raise error
         self._place = users_place()
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
         try:
@@ -242,6 +245,10 @@ class Wait:
         return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
 
 
+#: Waits for a work object of torch.distributed.
+Waiter = Callable[[Any, Wait], None]
+
+
 def _read(store: Store, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
 
@@ -253,8 +260,13 @@ def _activities(entries: dict[int, dict[str, Any]]) -> str:
     )
 
 
+def waiter(channel: Any) -> Waiter:
+    """How to wait for what a channel does: only gloo survives a wait with a timeout."""
+    return wait_for if dist.get_backend(channel) == "gloo" else poll_for
+
+
 def wait_for(work: Any, wait: Wait) -> None:
-    """Waits for a work object, as ``async_op=True`` returns, of torch.distributed."""
+    """Waits for a work object of gloo, as ``async_op=True`` returns."""
     interval = datetime.timedelta(seconds=min(POLL_SECONDS, wait.timeout))
     while True:
         try:
@@ -264,6 +276,32 @@ def wait_for(work: Any, wait: Wait) -> None:
             if work.is_completed():  # it failed, and did not only take longer than the interval
                 raise wait.connection_error(error) from error
         wait.poll()
+
+
+def poll_for(work: Any, wait: Wait) -> None:
+    """Waits for a work object of any backend.
+
+    With a timeout NCCL's ``wait`` would abort the communicator; without one it returns before the
+    GPU is done, and the next copy to the host would block, for ever if a rank is dead.
+    """
+    try:
+        poll_until(work.is_completed, wait)
+        work.wait()  # orders the streams, and raises if it failed
+    except DistributedError:
+        raise
+    except RuntimeError as error:
+        raise wait.connection_error(error) from error
+
+
+def poll_until(is_done: Callable[[], bool], wait: Wait) -> None:
+    """Waits until something is done on the device; looks after the other ranks meanwhile."""
+    interval, look = _SHORTEST_SECONDS, time.monotonic() + min(POLL_SECONDS, wait.timeout)
+    while not is_done():
+        time.sleep(interval)
+        interval = min(1.5 * interval, _LONGEST_SECONDS)
+        if time.monotonic() > look:
+            wait.poll()
+            look = time.monotonic() + min(POLL_SECONDS, wait.timeout)
 
 
 def complete(action: Callable[[], _T], wait: Wait) -> _T:

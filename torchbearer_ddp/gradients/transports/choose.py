@@ -11,7 +11,7 @@ from torchbearer_ddp.gradients.transports.hierarchical import HierarchicalTransp
 from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
 from torchbearer_ddp.gradients.transports.shared_memory import SegmentError, SharedMemoryTransport
-from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
+from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport, backend_of
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
 
@@ -49,7 +49,7 @@ def choose(
             f"{', '.join(map(repr, TRANSPORTS))}."
         )
     device = next((b.device.type for b in buckets if b.device.type != "cpu"), "cpu")
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = backend_of(group.gradients, device)
     # The memory is offered before it is known whether it is needed: it has no size yet, and its
     # descriptor travels with the rest instead of in an exchange of its own.
     with segment.offered() as (memory, problem):
@@ -105,4 +105,4 @@ def _best(by_host: Hosts, device: str, backend: str) -> tuple[str, str]:
 
 
 def _line(name: str, reason: str) -> str:
-    return f"gradients: {_TITLES[name]} ({reason})"
+    return f"gradients: {_TITLES.get(name, name)} ({reason})"

@@ -1,5 +1,8 @@
 """Buckets through torch.distributed: gloo between CPUs, NCCL between GPUs.
 
+What must be the same on all ranks is the order of the messages: first whatever was started, then
+what depends on it, bucket by bucket.
+
 Numbers travel as they are, or in half precision. Half precision travels in pieces: while one is on
 the wire, the next is rounded and the one before is added, so the network need not wait for the
 processor.
@@ -8,6 +11,7 @@ processor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +19,12 @@ import torch.distributed as dist
 
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.group.membership import Group
-from torchbearer_ddp.group.waiting import Wait, wait_for
+from torchbearer_ddp.group.waiting import Wait, complete, waiter
 
 #: What travels instead of single precision, by the name that users give it.
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: The first is the newer name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: The size of a piece.
 PIECE_BYTES = 2 * 2**20
 
@@ -27,18 +33,22 @@ class TorchTransport:
     """Asynchronous sums of each bucket over all ranks, by the backend of its device."""
 
     overlaps = True
-    applies_weight = False
 
     def __init__(
         self, group: Group, buckets: Sequence[Bucket], name: str, compress: str | None = None
     ) -> None:
         self.name = name
+        # On a GPU one multiplication of the bucket is cheaper than one for each gradient; on a CPU
+        # it is cheaper to multiply while copying.
+        self.applies_weight = any(bucket.device.type != "cpu" for bucket in buckets)
         self.tensors = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in buckets]
         self._numels = [bucket.numel for bucket in buckets]
         self._sums = [
-            _make_pieces(group.gradients, tensor, bucket.numel, compress)
+            _make_pieces(_channel(group, bucket), tensor, bucket.numel, compress)
             for tensor, bucket in zip(self.tensors, buckets, strict=True)
         ]
+        #: Sums that were started and not advanced.
+        self._begun: list[Sum] = []
 
     def start(self, index: int, weight: float = 1.0) -> None:
         """Hands the bucket to the backend's own threads or stream."""
@@ -46,11 +56,14 @@ class TorchTransport:
             self.tensors[index][: self._numels[index]].mul_(weight)
         for each in self._sums[index]:
             each.start()
+            self._begun.append(each)
 
     def finish(self, index: int, wait: Wait) -> None:
         """Waits for the backend."""
-        for each in self._sums[index]:
+        # All that were started, before any is finished: so no message waits for another bucket.
+        for each in self._begun:
             each.advance(wait)
+        self._begun.clear()
         for each in self._sums[index]:
             each.finish(wait)
 
@@ -61,6 +74,7 @@ class Sum:
     def __init__(self, channel: Any, tensor: torch.Tensor) -> None:
         self._channel = channel
         self._tensor = tensor
+        self._wait_for = waiter(channel)
         self._work: Any = None
 
     def start(self) -> None:
@@ -72,7 +86,7 @@ class Sum:
 
     def finish(self, wait: Wait) -> None:
         """Waits until the tensor holds the sum."""
-        wait_for(self._work, wait)
+        self._wait_for(self._work, wait)
         self._work = None
 
 
@@ -104,21 +118,35 @@ class HalfSum(Sum):
 
     def advance(self, wait: Wait) -> None:
         """Adds up this rank's slice, and sends the sum to all."""
-        wait_for(self._work, wait)
+        self._wait_for(self._work, wait)
         first, *others = self._slices
         total = first.float()
         for each in others:
             total.add_(each)
         self._sum.copy_(total)
-        everyone = [_bytes(each) for each in self._all]
-        self._work = dist.all_gather(
-            everyone, _bytes(self._sum), group=self._channel, async_op=True
+        self._work = _all_gather(
+            _bytes(self._all), _bytes(self._sum), group=self._channel, async_op=True
         )
 
     def finish(self, wait: Wait) -> None:
         """Waits for the sums of all slices."""
         super().finish(wait)
         self._tensor.copy_(self._numbers)
+
+
+def backend_of(channel: Any, device: str) -> str:
+    """The backend of a channel for tensors on a device; gloo if it has none."""
+    pairs = [each.split(":") for each in dist.get_backend_config(channel).split(",")]
+    return dict(pairs).get(device, "gloo")
+
+
+def _channel(group: Group, bucket: Bucket) -> Any:
+    """The channel for a bucket: a group of NCCL alone has none for what a model has on the CPU."""
+    if f"{bucket.device.type}:" in dist.get_backend_config(group.gradients):
+        return group.gradients
+    everyone = list(range(group.member.world_size))
+    wait = Wait(group, "the channel for gradients on the CPU")
+    return complete(partial(group.channel_between, everyone), wait)
 
 
 def make_sums(channel: Any, tensor: torch.Tensor, numel: int, compress: str | None) -> list[Sum]:
