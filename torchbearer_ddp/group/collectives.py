@@ -50,13 +50,14 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device this rank computes on; without a process group a GPU if there is one."""
+    """The device this rank computes on; without a process group an accelerator, if there is one."""
     membership.ensure_joined()
     group = membership.current()
     member = group.member if group else membership.single()
     if member:
         return torch.device(member.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
 
 
 def is_rank_zero() -> bool:

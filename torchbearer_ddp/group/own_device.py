@@ -18,9 +18,12 @@ def visible_gpus(device: str) -> list[str]:
 
 
 def select(device: str) -> None:
-    """Makes a GPU the current one of this thread; before any other call, which would use GPU 0."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(torch.device(device))
+    """Makes a device the current one of this thread; before any other call, which would use 0."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    elif place.index is not None and place.type != "cpu":
+        torch.accelerator.set_device_index(place)
 
 
 def adopted_device() -> str:

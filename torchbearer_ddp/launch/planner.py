@@ -1,4 +1,4 @@
-"""Which ranks to start, where, and why: a pure function of settings, environment and GPU count."""
+"""Which ranks to start, where, and why: a pure function of settings, environment and devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ DEFAULT_PORT = 29500
 _DEBUG_VARIABLE = "TORCHBEARER_DDP_DEBUG"
 
 
-def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus: int) -> Plan:
+def make_plan(
+    settings: Mapping[str, Any], environment: Mapping[str, str], gpus: int, accelerator: str = ""
+) -> Plan:
     """Decides which ranks to start.
+
+    ``gpus`` and ``accelerator`` are what :func:`~.devices.visible_devices` returns.
 
     Raises:
         ValueError: If the settings do not fit together.
@@ -40,7 +44,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
         chosen = {name: given[name] for name in ("device", "backend") if name in given}
         return dataclasses.replace(plan, slurm={**chosen, **plan.slurm})
     started = plan.member.local_world_size if launcher == "spawn" else 1
-    device = choose_device(given, gpus, started, plan.member.local_rank)
+    device = choose_device(given, gpus, accelerator, started, plan)
     return plan.with_member(device=device, backend=choose_backend(given, device))
 
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-import torch
-
 from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import WorkerError
@@ -20,6 +18,7 @@ from torchbearer_ddp.group import debug, failures, membership, stop_request, wai
 from torchbearer_ddp.group.join import abandon, join, join_single, leave
 from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch import pickling, signals
+from torchbearer_ddp.launch.devices import visible_devices
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
 from torchbearer_ddp.launch.worker import unpack
@@ -145,7 +144,7 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
     """Runs this process, a task of a Slurm step, as the rank that its environment names."""
-    plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
+    plan = make_plan({**settings, "launcher": "srun"}, os.environ, *visible_devices())
     membership.settle()
     return pickling.on_cpu(run_rank(plan, 0, *unpack(payload)))
 
