@@ -79,7 +79,7 @@ def test_a_step_blocks_for_nothing_and_takes_one_copy_and_one_product_for_each_b
     cuda.Counts.clear()
     summary = one_step(model, reducer, weight=3.0 + collectives.rank())
     assert cuda.Counts.blocking == []
-    assert summary.weights == [3.0, 4.0]
+    assert list(summary.weights) == [3.0, 4.0]
     buckets = 2
     assert cuda.Counts.kernels.count("aten._foreach_copy_.default") == buckets
     assert cuda.Counts.kernels.count("aten.mul_.Tensor") == 2 * buckets  # and the correction

@@ -33,6 +33,7 @@ class Exchange:
     Attributes:
         report: What this rank reports.
         used: By parameter: whether this rank has a new gradient.
+        is_full: True if it has one for every parameter.
         average: What the gradients become.
         empty: True if this rank counts nothing.
         indices: The parameters that take part.
@@ -45,3 +46,6 @@ class Exchange:
     empty: bool
     indices: Sequence[int] = ()
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_full = all(self.used)

@@ -33,6 +33,7 @@ from torchbearer_ddp.gradients.target_weights import (
     TargetWeights,
     Total,
     class_targets,
+    not_ignored,
 )
 from torchbearer_ddp.group.trained import LOADER_KEYS
 
@@ -132,7 +133,7 @@ def combine(verdicts: Sequence[Verdict]) -> Verdict:
 def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.total) -> float:
     """What the loss of this batch divides by: the number of samples, or the targets' weights.
 
-    Targets of a cross-entropy that are ignored are not counted as samples. ``total`` sums them.
+    Targets of a cross-entropy that are ignored are not counted as samples. ``total`` adds them up.
     """
     if kind == "weighted":
         target = class_targets(state)
@@ -141,6 +142,8 @@ def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.
     elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
         target = class_targets(state)
         if target is not None and target.dim() == 1:
+            if target.device.type == "cpu":
+                return not_ignored(target, criterion.ignore_index)
             return total(TargetWeights(None, criterion.ignore_index), target)
     return float(batch_size(state))
 

@@ -218,7 +218,7 @@ class Reducer:
     def _keep(self, exchange: Exchange) -> None:
         """Keeps gradients to put back if no rank has a new one in their place."""
         overlaps = self._transport.overlaps
-        if not overlaps and all(exchange.used):
+        if exchange.is_full and not overlaps:
             return
         for index in exchange.indices:
             gradient, view = self._parameters[index].grad, self._views[index]
@@ -246,7 +246,7 @@ class Reducer:
         # The timeout starts here: buckets sent during backward do not block.
         report = exchange.report
         wait = Wait(self._group, f"the gradients of exchange {self._step}")
-        self._header.write(report, None if all(exchange.used) else exchange.used)
+        self._header.write(report, None if exchange.is_full else exchange.used)
         last = len(self._buckets) - 1
         if len(self._identities) == 1:
             exchange.indices = range(len(self._parameters))
@@ -275,7 +275,7 @@ class Reducer:
     def _check(self, summary: StepSummary) -> None:
         problem = None
         if not summary.in_step(self._step):
-            steps = "; ".join(f"rank {r} at {step}" for r, step in enumerate(summary.steps))
+            steps = "; ".join(f"rank {r} at {step:.0f}" for r, step in enumerate(summary.steps))
             problem = (
                 f"The ranks exchanged gradients of different steps: {steps}. Every rank must run "
                 "the same number of backward passes: look for a step that only some ranks take."
@@ -293,22 +293,23 @@ class Reducer:
     def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
         average, report = exchange.average, exchange.report
         correction = self.weights.correction(average, summary.weights)
-        groups = [g for g in self._identities if summary.groups >> g & 1]
         if correction != 1.0:
             for bucket, tensor in zip(self._buckets, self._tensors, strict=True):
-                if bucket.group in groups:
+                if summary.groups >> bucket.group & 1:
                     tensor[: bucket.numel].mul_(correction)
         # Where every parameter has a new gradient on this rank, the marks need not be read.
-        marks = exchange.used if all(exchange.used) else summary.used.tolist()
+        marks = exchange.used if exchange.is_full else summary.used
         for index in exchange.indices:
             parameter, view = self._parameters[index], self._views[index]
             gradient = view if marks[index] else exchange.kept.get(index)
             if parameter.grad is not gradient and (view is not None or not marks[index]):
                 parameter.grad = gradient
-        if sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]:
+        if self._sparse and (
+            sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]
+        ):
             factor = self.weights.of(average, report.weight) * correction
             sparse.reduce(sparse_used, 0.0 if exchange.empty else factor)
-        if all(exchange.used):
+        if exchange.is_full:
             self._marks.note_average(self._every_identity)
         else:
             self._marks.note_average(
