@@ -12,6 +12,7 @@ from typing import Any
 
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures
+from torchbearer_ddp.launch.process_group import end_group
 
 _READ_BYTES = 1 << 16
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -79,8 +80,7 @@ class StartedRank:
     def kill(self) -> None:
         """Ends the process and all that it has started."""
         if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            end_group(self.process.pid)
 
     def close(self) -> None:
         """Ends the process if it still runs, and closes the pipe."""
