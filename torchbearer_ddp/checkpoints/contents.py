@@ -233,4 +233,4 @@ def from_torchbearer(loaded: Any) -> dict[str, Any]:
         kinds = [kind.__name__ for kind in listed[CallbackList.CALLBACK_TYPES]]
         states = listed[CallbackList.CALLBACK_STATES]
         payload[SECTION] = {"callbacks": _numbered(zip(kinds, states, strict=True))}
-    return Snapshot().copy(payload, "checkpoint")
+    return Snapshot(borrow=True).copy(payload, "checkpoint")

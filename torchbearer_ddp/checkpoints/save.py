@@ -117,7 +117,7 @@ class Saver:
         if parts:
             averaged = rank_state.averaged_statistics(model, [each["buffers"] for each in parts])
             payload[contents.MODEL].update(averaged)
-            payload[SECTION]["ranks"] = parts
+            payload[SECTION][rank_state.PARTS] = parts
             payload[SECTION]["stopped"] = stopped_by(
                 moment.state, mid_epoch=moment.trace is not None, by_signal=any(signals)
             )

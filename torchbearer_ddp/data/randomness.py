@@ -101,6 +101,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
         _set_device_states(kind, states)
 
 
+def device_kinds(state: dict[str, Any]) -> str:
+    """On what kinds of devices numbers were drawn, according to :func:`rng_state`."""
+    return " and ".join(sorted(state.get("devices") or _in_order(state))) or "the CPU"
+
+
 def _device_states() -> dict[str, list[torch.Tensor]]:
     """The generators of the devices that this process uses, by kind, that of its own one first.
 
