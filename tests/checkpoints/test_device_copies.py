@@ -8,7 +8,7 @@ import torch
 import torchbearer
 from torch.overrides import TorchFunctionMode
 
-from tests.stand_ins import cuda
+from tests.stand_ins import cuda, cuda_devices
 from tests.stand_ins.cuda import CudaTensor
 from torchbearer_ddp.checkpoints import file
 from torchbearer_ddp.checkpoints.folder import Folder
@@ -44,7 +44,7 @@ class Late(TorchFunctionMode):
 def a_late_gpu():
     late = Late()
     synchronize = mock.patch.object(cuda._Event, "synchronize", late.deliver)
-    with cuda.pretended() as counts, synchronize, late:
+    with cuda.pretended() as counts, cuda_devices.visible("GPU-a"), synchronize, late:
         counts.late = late
         yield counts
 

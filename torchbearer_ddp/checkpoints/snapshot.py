@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from torchbearer_ddp.errors import CheckpointError
-from torchbearer_ddp.group import layouts
+from torchbearer_ddp.group import layouts, own_device
 from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
 
 #: Devices that copy while the host goes on.
@@ -31,23 +31,22 @@ class Snapshot(PlainDataWalker):
         self._borrow = borrow
         self._buffers: dict[str, torch.Tensor] = {}
         self._shared: dict[tuple[Any, ...], torch.Tensor] = {}
-        #: The devices from which copies are under way, and then when they are done.
-        self._devices: set[torch.device] = set()
-        self._events: list[Any] = []
+        #: For each device with copies under way, the event that they are done.
+        self._events: dict[torch.device, Any] = {}
 
     def copy(self, value: dict[str, Any], where: str) -> dict[str, Any]:
         """The value as it is now, on the CPU; ``where`` is its name in error messages."""
         self._shared = {}
-        self._devices = set()
+        self._events = {}
         copied = dict(self.walk(value, where))
-        self._events = [torch.Event(device) for device in self._devices]
-        for event, device in zip(self._events, self._devices, strict=True):
+        for device, event in self._events.items():
             event.record(torch.accelerator.current_stream(device))
         return copied
 
     def wait(self) -> None:
-        """Waits until the copies of the last value are complete; from any thread."""
-        for event in self._events:
+        """Waits until the copies of the last value are complete; for a thread of its own."""
+        for device, event in self._events.items():
+            own_device.select(device)  # the first GPU otherwise, which is another rank's
             event.synchronize()
 
     def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
@@ -77,7 +76,8 @@ class Snapshot(PlainDataWalker):
             numpy.copyto(layouts.memory(copy).numpy(), layouts.memory(plain).numpy())
         elif tensor.device.type in _ASYNCHRONOUS:
             copy.copy_(plain, non_blocking=True)
-            self._devices.add(tensor.device)
+            if tensor.device not in self._events:
+                self._events[tensor.device] = torch.Event(tensor.device)
         else:
             copy.copy_(plain)
         self._shared[place] = copy

@@ -115,7 +115,7 @@ def _device_states() -> dict[str, list[torch.Tensor]]:
     for kind in _KINDS:
         module = torch.get_device_module(kind)
         # Where nothing was computed on it, nothing was drawn; to ask would take memory there.
-        if module.is_available() and module.is_initialized():
+        if module.is_initialized():
             found[kind] = [module.get_rng_state(index) for index in _own_first(module)]
     if torch.backends.mps.is_available():
         found["mps"] = [torch.mps.get_rng_state()]

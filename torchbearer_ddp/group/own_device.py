@@ -17,7 +17,7 @@ def visible_gpus(device: str) -> list[str]:
     return [str(getattr(properties, "uuid", "")) for properties in found]
 
 
-def select(device: str) -> None:
+def select(device: str | torch.device) -> None:
     """Makes a device the current one of this thread; before any other call, which would use 0."""
     place = torch.device(device)
     if place.type == "cuda":
