@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "torchbearer_ddp"
 #: itself, which exports the public names and which no module imports; ``__main__`` its commands.
 ROWS = (
     ("__main__",),
+    ("commands",),
     ("__init__",),
     ("callbacks",),
     ("launch",),

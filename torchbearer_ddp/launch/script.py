@@ -27,6 +27,16 @@ _DESCRIPTION = """\
 Runs a script on several ranks, as python would run it on each: the same file, module level,
 arguments and exit code. Flags before the script are read here, those after it belong to it.
 """
+_EPILOG = """\
+example:
+  python -m torchbearer_ddp run --nproc-per-node 2 script.py --epochs 3
+
+exit codes:
+  0  the script ended well on every rank
+  2  the command line is wrong; nothing was started
+otherwise that of the script on the rank that failed first (1 after an exception, 128 + N if it was
+ended by signal N)
+"""
 
 
 def main(words: list[str]) -> None:
@@ -59,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         COMMAND,
         f"{COMMAND} [flags] script.py [its arguments]",
         _DESCRIPTION,
+        _EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "the script is the name of a module, as with python -m"
