@@ -12,6 +12,10 @@ from torchbearer_ddp.launch.ending import exit_with_message
 #: The module is imported when its command is called.
 COMMANDS = {
     "run": ("run an unchanged script on several ranks", "launch.script"),
+    "env": (
+        "show versions, cores, GPUs, network and Slurm, for an issue",
+        "commands.env",
+    ),
 }
 _EXAMPLE = "python -m torchbearer_ddp run --nproc-per-node 2 script.py"
 
