@@ -13,6 +13,7 @@ from torchbearer_ddp.launch.ending import exit_with_message
 COMMANDS = {
     "run": ("run an unchanged script on several ranks", "launch.script"),
     "env": ("show versions, cores, GPUs, network and Slurm, for an issue", "commands.env"),
+    "doctor": ("examine hosts and the links between them before a run", "commands.doctor"),
     "inspect": ("show what is in a checkpoint, and whether it is whole", "commands.inspect"),
     "export": ("write the model of a checkpoint as plain weights", "commands.export"),
 }
