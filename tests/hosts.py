@@ -38,18 +38,7 @@ class Host:
     def limit(self, rate: str) -> None:
         """Lets this host send no faster than a rate, such as ``8mbit``."""
         shape = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
-        self.shape("qdisc", "add", "dev", self.interface, "root", *shape)
-
-    def refuse_connections_from(self, other: Host) -> None:
-        """Drops the packets with which another host opens connections to this one."""
-        self.shape("qdisc", "add", "dev", self.interface, "clsact")
-        place = ("dev", self.interface, "ingress", "protocol", "ip")
-        opening = ("match", "ip", "src", f"{other.address}/32", "match", "u8", "0x02", "0x12")
-        self.shape("filter", "add", *place, "u32", *opening, "at", "33", "action", "drop")
-
-    def shape(self, *words: str) -> None:
-        """Runs ``tc`` on this host."""
-        _run(*self.command, "tc", *words)
+        _run(*self.command, "tc", "qdisc", "add", "dev", self.interface, "root", *shape)
 
 
 @contextlib.contextmanager

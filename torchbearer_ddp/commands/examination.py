@@ -30,8 +30,11 @@ _GROUP_SECONDS = 15.0
 _FOLDER_SECONDS = 20.0
 #: The longest that everything takes once the ranks have met.
 LONGEST_SECONDS = LINKS_SECONDS + 2 * links.LONGEST_SECONDS + 2 * _GROUP_SECONDS + _FOLDER_SECONDS
+#: What is summed: less where a link would need longer than this for it.
 _LARGE_BYTES = 16 * 2**20
-_SUMS = 10
+_SMALL_BYTES = 16 * 2**10
+_SUM_SECONDS = 0.2
+_SUMS = 5
 
 
 @dataclass
@@ -93,7 +96,8 @@ def examine(asking: Asking, report: Report, folder: Path | None) -> None:
     report.ranks, report.lost = asking.here, asking.lost
     _examine_links(asking, report)
     if not report.missing and not report.lost and all(map(_works, report.links.values())):
-        answers = asking.ask({rank: ["group"] for rank in report.ranks}, 2 * _GROUP_SECONDS)
+        task = ["group", _bytes_to_sum(report)]
+        answers = asking.ask(dict.fromkeys(report.ranks, task), 2 * _GROUP_SECONDS)
         report.group = _slowest(answers)
     if folder is not None:
         _examine_folder(asking, report, folder)
@@ -152,19 +156,24 @@ def _examine_folder(asking: Asking, report: Report, folder: Path) -> None:
 # The sums, as training computes them.
 
 
-def _sums(plan: Plan) -> dict[str, Any]:
-    """Forms a group of all ranks as a run does, and times the sum of a number and of 16 MB."""
+def _bytes_to_sum(report: Report) -> int:
+    slowest = min((link["send"] for link in report.links.values() if "send" in link), default=1e9)
+    return int(max(_SMALL_BYTES, min(_LARGE_BYTES, slowest * _SUM_SECONDS)))
+
+
+def _sums(plan: Plan, size: int) -> dict[str, Any]:
+    """Forms a group of all ranks as a run does, and times the sum of a number and of many."""
     timed = plan.with_member(timeout=min(_GROUP_SECONDS, plan.member.timeout))
     join(timed.member, plan.host, plan.ports, serve=plan.serve, prefix=f"{plan.prefix}/sums")
     group = membership.current()
     if group is None:
         return {"failed": "the group is gone"}
     device = torch.device(group.member.device)
-    sizes = (1, _LARGE_BYTES // 4)
+    sizes = (1, size // 4)
     transport, line = choose(group, "auto", [Bucket(torch.float32, device, size) for size in sizes])
     small, large = (_time_sums(group, transport, index, device) for index in range(len(sizes)))
     leave()
-    return {"gradients": line, "small": small, "large": large, "bytes": _LARGE_BYTES}
+    return {"gradients": line, "small": small, "large": large, "bytes": size}
 
 
 def _time_sums(group: Any, transport: Any, index: int, device: torch.device) -> float:

@@ -64,14 +64,23 @@ def _reach(report: Report) -> Iterator[Finding]:
         back = report.links.get((other, one), {})
         start, end = who(report, one), who(report, other)
         address = report.ranks[other]["place"]["address"] or "no address"
-        if "round trip" in back:
+        if report.links[one, other].get("reached instead"):
+            continue  # said of the interface
+        if "round trip" in report.links[one, other]:
+            yield Finding(
+                True,
+                f"{start} reaches {end} with single bytes, but not with more ({error}).",
+                "As a rule the MTU of these hosts, or of a switch between them, differs: compare "
+                "what ip link shows on both.",
+            )
+        elif "round trip" in back:
             yield Finding(
                 True,
                 f"The link is one-way: {start} cannot reach {end} at {address} ({error}), but is "
                 "reached from there.",
                 f"Open all ports on {end} for {start}: ranks connect to each other on any port.",
             )
-        elif one < other and not report.links[one, other].get("reached instead"):
+        elif one < other:
             yield Finding(
                 True,
                 f"{start} and {end} cannot reach each other ({address}: {error}).",
