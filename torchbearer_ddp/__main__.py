@@ -16,6 +16,7 @@ COMMANDS = {
         "show versions, cores, GPUs, network and Slurm, for an issue",
         "commands.env",
     ),
+    "prove": ("compare a script on N ranks with one process, step by step", "commands.prove"),
 }
 _EXAMPLE = "python -m torchbearer_ddp run --nproc-per-node 2 script.py"
 
