@@ -1,4 +1,4 @@
-"""``python -m torchbearer_ddp prove``: is a script on N ranks what it is in one process?"""
+"""``python -m torchbearer_ddp prove``: compares a script on N ranks with one process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torchbearer_ddp.commands.parser import FOUND, GOOD, command_parser
 from torchbearer_ddp.commands.proving import text
 from torchbearer_ddp.commands.proving.job import RANDOM, Job
-from torchbearer_ddp.commands.proving.proof import prove
-from torchbearer_ddp.commands.proving.runs import CouldNotRun, started
+from torchbearer_ddp.commands.proving.proof import CouldNotRun, prove
+from torchbearer_ddp.commands.proving.runs import started
 from torchbearer_ddp.launch.flags import near_misses
 from torchbearer_ddp.launch.script import check_script
 from torchbearer_ddp.log import logger

@@ -113,7 +113,7 @@ def compare(
     """Compares N ranks with one process."""
     together = _together(ranks)
     comparison = Comparison(steps=min(len(together["steps"]), len(alone["steps"])))
-    others = [[dict(_values(each)) for each in roundings], alone["facts"]["eps"]]
+    rounded = [dict(_values(each)) for each in roundings]
     found, expected = dict(_values(together)), dict(_values(alone))
     missing = [key for key in [*found, *expected] if key not in found or key not in expected]
     if missing:
@@ -123,8 +123,10 @@ def compare(
         if key not in found:
             continue
         step, stage, _ = key
-        apart = [distance(each[key], expected[key]) for each in others[0] if key in each]
-        floor = others[1] * max(norm(expected[key]), scales[step, stage])
+        # The model at the start does not depend on rounding: nothing has been computed yet.
+        measured = [] if stage == "start" else rounded
+        apart = [distance(each[key], expected[key]) for each in measured if key in each]
+        floor = alone["facts"]["eps"] * max(norm(expected[key]), scales[step, stage])
         comparison.differences.append(
             Difference(
                 *key,
@@ -134,6 +136,29 @@ def compare(
             )
         )
     return comparison
+
+
+def unreproducible(alone: Recording, repeat: Recording) -> str | None:
+    """Where one process differs from itself, as the beginning of a sentence; None if it does not.
+
+    Where two equal runs differ for the first time, errors have not had time to grow: more than the
+    square root of the precision is not rounding, which some devices do in another order each time.
+    """
+    mine, again = dict(_values(alone)), dict(_values(repeat))
+    for number in range(min(len(alone["steps"]), len(repeat["steps"]))):
+        if any(distance(mine[k], again[k]) for k in mine if k[:2] == (number, "start")):
+            return f"the model at step {number}"
+        rows = [each["steps"][number]["rows"] for each in (alone, repeat)]
+        if not torch.equal(*rows):
+            return f"the data of step {number}"
+        for stage in STAGES[1:]:
+            keys = [key for key in mine if key[:2] == (number, stage) and key in again]
+            size = math.hypot(*(norm(mine[key]) for key in keys))
+            apart = math.hypot(*(distance(mine[key], again[key]) for key in keys))
+            if apart:
+                is_more = apart > math.sqrt(alone["facts"]["eps"]) * size
+                return f"the {stage} at step {number}" if is_more else None
+    return None
 
 
 def _missing(key: tuple[int, str, str], found: dict[Any, Any]) -> str:

@@ -163,13 +163,14 @@ def _cut_all(values: Any, rows: torch.Tensor, count: int) -> Any:
         if isinstance(value, torch.Tensor):
             dim = _batch_dim(value, count)
             return value if dim is None else value.index_select(dim, rows.to(value.device))
-        if isinstance(value, torchbearer.State):
-            part = copy.copy(value)
-            part.data = {key: cut(each) for key, each in value.data.items()}
-            return part
         return value
 
     def sizes(value: Any) -> Any:
+        if isinstance(value, torchbearer.State):
+            part = copy.copy(value)
+            held = (torch.Tensor, list, tuple, dict)
+            part.update({k: tree_map(cut, v) for k, v in value.items() if isinstance(v, held)})
+            return part
         if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
             dim = value.index(count) if count in value else None
             return [len(rows) if at == dim else each for at, each in enumerate(value)]

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchbearer_ddp.commands.proving.comparison import Comparison, compare
+from torchbearer_ddp.commands.proving.comparison import Comparison, compare, unreproducible
 from torchbearer_ddp.commands.proving.job import RANDOM, Job
 from torchbearer_ddp.commands.proving.reasons import Evidence, Reason, find_reasons
+from torchbearer_ddp.errors import DistributedError
 
 Recording = dict[str, Any]
+
+
+class CouldNotRun(DistributedError):
+    """A run of the script has failed before it could be compared."""
 
 
 class Runner(Protocol):
@@ -57,6 +62,7 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
     began = time.monotonic()
     ranks = runner.ranks(job)
     alone = runner.alone(job, "one process with the batches of all ranks")
+    repeat = runner.alone(job, "the same once more")
     numbers = range(1, roundings + 1)
     rounded = [
         runner.alone(
@@ -66,6 +72,8 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
         for number in numbers
     ]
     comparison = compare(ranks, alone, rounded)
+    if (changing := unreproducible(alone, repeat)) is not None:
+        comparison.problems.append(f"{changing} is another one each time one process runs")
     proof = Proof(job, comparison, notes=_notes(job, ranks, alone))
     if not proof.is_equal:
 
@@ -73,12 +81,15 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
             every = tuple(dict.fromkeys([*job.imitates, *kinds]))
             changed = dataclasses.replace(job, imitates=every)
             what = f"one process that does as the ranks do ({', '.join(kinds)})".replace("_", "")
-            found = compare(ranks, runner.alone(changed, what), rounded)
+            try:
+                found = compare(ranks, runner.alone(changed, what), rounded)
+            except CouldNotRun as error:  # the script was not made for that
+                return Comparison(problems=[str(error)])
             if found.is_equal:
                 proof.explained = found
             return found
 
-        evidence = Evidence(ranks, alone, rounded, comparison)
+        evidence = Evidence(ranks, alone, changing, comparison)
         proof.reasons = find_reasons(evidence, imitate)
     proof.seconds = time.monotonic() - began
     return proof

@@ -10,7 +10,6 @@ import torch
 
 from torchbearer_ddp.commands.proving.comparison import Comparison
 from torchbearer_ddp.commands.proving.job import BATCH_NORM, LOSS, RANDOM
-from torchbearer_ddp.commands.proving.sketch import distance
 from torchbearer_ddp.commands.words import listing
 
 Recording = dict[str, Any]
@@ -40,13 +39,13 @@ class Evidence:
     Attributes:
         ranks: The recordings of the ranks.
         alone: That of one process.
-        roundings: Those of one process whose parameters differed at the start.
+        changing: What is another one each time one process runs, or None.
         comparison: How far the ranks are from one process.
     """
 
     ranks: Sequence[Recording]
     alone: Recording
-    roundings: Sequence[Recording]
+    changing: str | None
     comparison: Comparison
 
     @property
@@ -81,16 +80,9 @@ def _other_start(evidence: Evidence) -> Reason | None:
             "gradients that nothing averages. Train inside a Trial with *data_parallel(), or on "
             "all of the data on every rank.",
         )
-    own = evidence.alone["initial"]
-    changes = any(
-        distance(value, each["initial"][number].get(name, value[:0])) > 0
-        for each in evidence.roundings
-        for number, tensors in enumerate(own[: len(each["initial"])])
-        for name, value in tensors.items()
-    )
     how = (
         "with a seed that is another one at every start"
-        if changes
+        if evidence.changing
         else "with a seed, or from values, that depend on the number of ranks"
     )
     return Reason(
@@ -101,15 +93,18 @@ def _other_start(evidence: Evidence) -> Reason | None:
 
 
 def _other_data(evidence: Evidence) -> Reason | None:
+    if evidence.changing:
+        if "data" in evidence.changing:
+            kind, what = "unseeded_data", "data drawn from an unseeded generator"
+        else:
+            kind, what = "unseeded", "numbers drawn from an unseeded generator"
+        return Reason(
+            kind,
+            f"{what}: {evidence.changing} is another one each time one process runs. Seed the "
+            "generator, or draw from torch's, numpy's or python's global one.",
+        )
     first = evidence.comparison.first
     steps = evidence.comparison.steps if first is None else first.step + 1
-    changing = next((s for s in range(steps) if _is_unseeded(evidence, s)), None)
-    if changing is not None:
-        return Reason(
-            "unseeded_data",
-            "data drawn from an unseeded generator: the single process itself has other data at "
-            f"step {changing} each time it runs. Seed the generator that the data is drawn from.",
-        )
     step = next((s for s in range(steps) if _has_other_data(evidence, s)), None)
     if step is None:
         return None
@@ -131,12 +126,6 @@ def _other_data(evidence: Evidence) -> Reason | None:
         f"a sampler of its own{named}: at step {step} the ranks together do not have the samples "
         f"of one process.{repeated} Leave the division to ShardData, or use a DistributedSampler.",
     )
-
-
-def _is_unseeded(evidence: Evidence, step: int) -> bool:
-    mine = evidence.alone["steps"][step]["rows"]
-    others = [each["steps"][step : step + 1] for each in evidence.roundings]
-    return any(not torch.equal(mine, found["rows"]) for each in others for found in each)
 
 
 def _has_other_data(evidence: Evidence, step: int) -> bool:

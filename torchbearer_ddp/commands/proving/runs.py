@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from torchbearer_ddp.commands.proving.job import Job
+from torchbearer_ddp.commands.proving.proof import CouldNotRun
 from torchbearer_ddp.commands.proving.record import read
 from torchbearer_ddp.commands.proving.recorder import Recording
-from torchbearer_ddp.errors import DistributedError
 
 _MODULE = "torchbearer_ddp.commands.proving.process"
 #: How much of a failed run's output is shown.
 _LAST_LINES = 30
-
-
-class CouldNotRun(DistributedError):
-    """A run of the script has failed before it could be compared."""
 
 
 class Runs:
