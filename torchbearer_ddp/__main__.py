@@ -12,8 +12,9 @@ from torchbearer_ddp.launch.ending import exit_with_message
 #: The module is imported when its command is called.
 COMMANDS = {
     "run": ("run an unchanged script on several ranks", "launch.script"),
-    "env": ("show versions, cores, GPUs, network and Slurm, for an issue", "commands.env"),
+    "prove": ("compare a script on several ranks with one process", "commands.prove"),
     "doctor": ("examine hosts and the links between them before a run", "commands.doctor"),
+    "env": ("show versions, cores, GPUs, network and Slurm, for an issue", "commands.env"),
     "inspect": ("show what is in a checkpoint, and whether it is whole", "commands.inspect"),
     "export": ("write the model of a checkpoint as plain weights", "commands.export"),
 }

@@ -50,7 +50,7 @@ def main(words: list[str]) -> None:
         parser.error(f"no script is named. Write: {COMMAND} [flags] script.py [its arguments]")
     name, *arguments = options.command
     if not options.module:
-        _check(name)
+        check_script(name)
     # Like python: the script's folder, or with -m the folder of this command.
     sys.path[0] = str(Path.cwd() if options.module else Path(name).resolve().parent)
     sys.argv[:] = [name, *arguments]
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(path: str) -> None:
+def check_script(path: str) -> None:
     """Ends as python does if the script is missing or has no valid syntax; nothing was started."""
     if not Path(path).exists():
         print(f"python: can't open file {path!r}: {os.strerror(2)}", file=sys.stderr)
