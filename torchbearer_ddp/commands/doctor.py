@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchbearer_ddp import log
-from torchbearer_ddp.commands import examination, host_checks, links, meeting, verdict
+from torchbearer_ddp.commands import examination, host_checks, links, meeting, scaling, verdict
 from torchbearer_ddp.commands.examination import Report, examine, work_of
 from torchbearer_ddp.commands.finding import Finding
 from torchbearer_ddp.commands.parser import FOUND, GOOD, command_parser
@@ -36,11 +36,16 @@ ends in bounded time, whatever is broken.
 
 Ranks are started here (--nproc-per-node, the default), or each by its own command with --rank and
 --world-size, or by torchrun or srun.
+
+With --script a few steps of a script of yours are timed instead, in one process and on 2, 4, ...
+ranks: how much faster it is, how many ranks to use, and what limits beyond that. Its checkpoints
+and logs are neither read nor written.
 """
 _EXAMPLE = """\
 --nproc-per-node 4
 --world-size 2 --rank 0 --host 10.0.0.1     (and --rank 1 on the other host)
---folder runs/a"""
+--folder runs/a
+--nproc-per-node 4 --link 1gbit --script train.py --epochs 3"""
 _CODES = {
     GOOD: "no problem was found (there may be things to know)",
     FOUND: "a problem was found; the report says which, and what to do",
@@ -64,6 +69,8 @@ def main(arguments: list[str]) -> None:
         plan = _plan(options)
     except (ValueError, LaunchError) as error:
         parser.error(str(error))
+    if options.script:
+        raise SystemExit(scaling.examine(plan, options, _given(options)))
     if plan.launcher == "spawn":
         raise SystemExit(_start_ranks(plan, options))
     membership.settle()
@@ -90,14 +97,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, type=kind, help=text)
     parser.add_argument("--folder", type=Path, help="also measure the disk of this folder")
     parser.add_argument("--json", action="store_true", help="the report as JSON, for programs")
+    scaling.add_arguments(parser)
     return parser
 
 
 def _plan(options: argparse.Namespace) -> Plan:
     """The ranks to examine, found as run_distributed finds them."""
-    names = (*PLACEMENT_FLAGS, "host", "port", "device", "timeout")
-    given = {name: getattr(options, name) for name in names}
-    settings = Settings({name: value for name, value in given.items() if value is not None})
+    settings = Settings(_given(options))
     settings.setdefault("timeout", _TIMEOUT)
     gpus = torch.cuda.device_count()
     plan = make_plan(settings, os.environ, gpus)
@@ -107,6 +113,13 @@ def _plan(options: argparse.Namespace) -> Plan:
     if os.environ.get(_STARTED):
         plan = dataclasses.replace(plan, serve=False)
     return plan
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The launch flags that were given."""
+    names = (*PLACEMENT_FLAGS, "host", "port", "device", "timeout")
+    found = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _start_ranks(plan: Plan, options: argparse.Namespace) -> int:

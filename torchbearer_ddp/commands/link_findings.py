@@ -143,7 +143,7 @@ def _speed(report: Report) -> Iterator[Finding]:
                 f"The round trip between {who(report, one)} and {who(report, other)} takes "
                 f"{words.duration(link['round trip'])}; the median is {words.duration(trip)}.",
                 "Every step waits for it. Use hosts that are close to each other, or exchange "
-                "less often with SyncGradients(every=...).",
+                "less often with SyncGradients(accumulate=...).",
             )
 
 

@@ -1,0 +1,160 @@
+"""``python -m torchbearer_ddp doctor --script``: how much faster a script is on more ranks."""
+
+import json
+import sys
+
+import pytest
+
+from tests.processes import Program
+from torchbearer_ddp import LaunchError
+from torchbearer_ddp.commands import prediction, scaling
+from torchbearer_ddp.commands.prediction import Speed, best, link_of, over_link, speed_of
+from torchbearer_ddp.commands.timed_run import FEWEST, WARM_UP, Timed, measure
+
+SCRIPT = """
+import pathlib, sys, time
+import torch, torchbearer
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer_ddp import Checkpoint, data_parallel, run_distributed
+
+FOLDER = pathlib.Path(__file__).parent
+
+def train(count, pause):
+    x = torch.randn(count, 4)
+    model = torch.nn.Linear(4, 2)
+    work = torchbearer.callbacks.on_sample(lambda state: time.sleep(pause))
+    callbacks = [*data_parallel(), Checkpoint(FOLDER / 'runs'), work]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = torch.nn.functional.mse_loss
+    trial = torchbearer.Trial(model, optimizer, loss, callbacks=callbacks, verbose=0)
+    trial.with_train_generator(DataLoader(TensorDataset(x, x[:, :2]), 8)).run(2)
+    (FOLDER / 'ended').touch()
+
+if __name__ == '__main__':
+    print('a line of the script')
+    if sys.argv[1] == 'fail':
+        raise KeyError('age')
+    run_distributed(train, (int(sys.argv[1]), float(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_is_timed_on_more_and_more_ranks(script):
+    # Each step sleeps, so two ranks are twice as fast whatever else the machine does.
+    flags = ("--nproc-per-node", "2", "--seconds", "0.5", "--link", "1gbit", "--json")
+    command = (sys.executable, "-m", "torchbearer_ddp", "doctor", *flags)
+    words = ("--script", str(script), "2000", "0.1")
+    with Program(*command, *words, raw=True) as program:
+        assert program.code(120) == 0, program.text()
+        found = json.loads("".join(program.output))
+    one, two = found["speeds"][:2]
+    assert [each["ranks"] for each in found["speeds"]] == [1, 2, 4, 8]
+    assert [each["measured"] for each in found["speeds"]] == [True, True, False, False]
+    assert 0.1 < one["seconds"] < two["seconds"] * 1.5
+    assert one["samples"] == pytest.approx(8 / one["seconds"])
+    assert two["samples"] == pytest.approx(16 / two["seconds"])
+    assert two["speed-up"] > 1.2
+    assert found["gradient bytes"] == 40
+    assert not (script.parent / "ended").exists()
+    assert not (script.parent / "runs").exists()
+    assert "a line of the script" not in program.text()
+
+
+def time_alone(script, *words, limit=60.0):
+    launch = {"launcher": "inline", "device": "cpu"}
+    return measure([str(script), *words], False, launch, 5, 1.0, limit)
+
+
+def test_a_script_that_fails_shows_its_own_error(script):
+    with pytest.raises(LaunchError, match=r"(?s)failed\. The end of its output:.*KeyError: 'age'"):
+        time_alone(script, "fail")
+
+
+def test_a_script_with_too_few_steps_is_refused(script):
+    few = 8 * (WARM_UP + FEWEST) // 2
+    with pytest.raises(LaunchError, match="has fewer than 9 training steps"):
+        time_alone(script, str(few), "0")
+    assert (script.parent / "ended").exists()
+
+
+def test_a_script_that_takes_too_long_is_ended(script):
+    with pytest.raises(LaunchError, match=r"did not do its first steps within 0\.2 s"):
+        time_alone(script, "80", "60", limit=0.2)
+
+
+# The prediction.
+
+TIMED = Timed(20, 0.1, 32, 0.0, 0.0, 25_000_000)
+
+
+def speeds(*samples, exchange=0.0):
+    """1, 2, 4, ... ranks with these samples a second."""
+    ranks = [2**power for power in range(len(samples))]
+    return [
+        Speed(n, 1, 32 * n / rate, exchange * (n > 1), rate)
+        for n, rate in zip(ranks, samples, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "use"),
+    [
+        ((100, 190, 360), 4),
+        ((100, 170, 180), 2),
+        ((100, 110, 120), 1),
+        ((100, 90, 80), 1),
+        ((100, 115, 200), 4),
+    ],
+)
+def test_the_number_of_ranks_after_which_more_are_hardly_faster(samples, use):
+    assert best(speeds(*samples)).ranks == use
+
+
+def test_advice_names_what_limits():
+    lines = prediction.advice(speeds(100, 170, 180))
+    assert lines[0] == "Times as fast as one process: 2 ranks 1.7, 4 ranks 1.8."
+    assert lines[1] == "Use 2 ranks; the cores of this host limit beyond that."
+    lines = prediction.advice(speeds(100, 170, 180, exchange=0.4))
+    assert "the exchange of gradients limits beyond that (56% of a step)" in lines[1]
+    assert "accumulate=" in lines[2]
+    assert prediction.advice(speeds(100, 190))[1] == "Use 2 ranks; more may be faster still."
+    assert "one process does not use its threads well" in prediction.advice(speeds(100, 300))[2]
+
+
+def test_a_slow_link_is_predicted_and_compression_recommended():
+    single = speed_of(1, TIMED)
+    assert (single.samples, single.seconds) == (320, 0.1)
+    slow = over_link(single, TIMED, 2, link_of("1gbit"))
+    # 25 MB at 125 MB/s, and the hosts' own work at 1 GB/s.
+    assert slow.seconds == pytest.approx(0.1 + 0.2 + 0.025)
+    assert slow.samples == pytest.approx(64 / 0.325)
+    half = over_link(single, TIMED, 2, link_of("1gbit"), compress=True)
+    assert half.seconds == pytest.approx(0.1 + 0.1125)
+    lines = prediction.advice([single, slow])
+    assert "Use one process; the link between the hosts limits beyond that (69% of" in lines[1]
+    assert "SyncGradients(compress='bf16')" in lines[2]
+    text = prediction.text("train.py", [single, slow], TIMED)
+    assert "predicted" in text
+    assert "gradients of 25.0 MB" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 125e6), ("110MB/s", 110e6), ("10 Gbit/s", 1.25e9), ("800kbit", 1e5), ("5e", None)],
+)
+def test_speeds_of_links(text, rate):
+    if rate is None:
+        with pytest.raises(ValueError, match="'5e' is no speed"):
+            link_of(text)
+    else:
+        assert link_of(text) == rate
+
+
+def test_sizes():
+    assert [scaling._sizes(most) for most in (1, 2, 4, 6)] == [[], [2], [2, 4], [2, 4, 6]]
