@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import time
+import uuid
 
 import pytest
 
@@ -80,6 +81,31 @@ def test_ranks_of_one_host_are_examined(tmp_path):
     assert f"{folder}: " in text
     assert "verdict: " in text
     assert list(folder.iterdir()) == []
+
+
+def test_torchrun_starts_the_ranks():
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    words = ("--nproc-per-node", "2", "-m", "torchbearer_ddp", "doctor", "--json")
+    with Program(*torchrun, *words, raw=True) as program:
+        assert program.code(SECONDS) == 0, program.text()
+        report = json.loads("".join(program.output))
+    assert sorted(report["ranks"]) == ["0", "1"]
+    assert report["group"]["gradients"] == "gradients: shared memory (2 ranks on one host)"
+
+
+def test_srun_starts_the_ranks():
+    """As in a step of two tasks, whose port the ranks find by the number of the job."""
+    job = str(uuid.uuid4().int % 10**8)
+    step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    step |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    programs = [
+        Program(*DOCTOR, "--json", raw=True, environment={**step, **place}) for place in ranks
+    ]
+    with Together(programs):
+        codes, report, everything = report_of(programs)
+    assert codes == [0, 0], everything
+    assert "0 to 1" in report["links"]
 
 
 def test_a_cut_link_and_a_missing_rank_are_named():

@@ -38,14 +38,15 @@ if __name__ == '__main__':
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
+def script_in(folder):
+    path = folder / "train.py"
     path.write_text(SCRIPT)
     return path
 
 
-def test_a_script_is_timed_on_more_and_more_ranks(script):
+@pytest.mark.concurrent
+def test_a_script_is_timed_on_more_and_more_ranks(tmp_path):
+    script = script_in(tmp_path)
     # Each step sleeps, so two ranks are twice as fast whatever else the machine does.
     flags = ("--nproc-per-node", "2", "--seconds", "0.5", "--link", "1gbit", "--json")
     command = (sys.executable, "-m", "torchbearer_ddp", "doctor", *flags)
@@ -71,19 +72,25 @@ def time_alone(script, *words, limit=60.0):
     return measure([str(script), *words], False, launch, 5, 1.0, limit)
 
 
-def test_a_script_that_fails_shows_its_own_error(script):
+@pytest.mark.concurrent
+def test_a_script_that_fails_shows_its_own_error(tmp_path):
+    script = script_in(tmp_path)
     with pytest.raises(LaunchError, match=r"(?s)failed\. The end of its output:.*KeyError: 'age'"):
         time_alone(script, "fail")
 
 
-def test_a_script_with_too_few_steps_is_refused(script):
+@pytest.mark.concurrent
+def test_a_script_with_too_few_steps_is_refused(tmp_path):
+    script = script_in(tmp_path)
     few = 8 * (WARM_UP + FEWEST) // 2
     with pytest.raises(LaunchError, match="has fewer than 9 training steps"):
         time_alone(script, str(few), "0")
     assert (script.parent / "ended").exists()
 
 
-def test_a_script_that_takes_too_long_is_ended(script):
+@pytest.mark.concurrent
+def test_a_script_that_takes_too_long_is_ended(tmp_path):
+    script = script_in(tmp_path)
     with pytest.raises(LaunchError, match=r"did not do its first steps within 0\.2 s"):
         time_alone(script, "80", "60", limit=0.2)
 

@@ -55,7 +55,7 @@ def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> i
     load, cores = os.getloadavg()[0], usable_cores()
     if load > cores:
         logger.warning(
-            f"doctor: this host is busy ({load:.1f} processes want {cores} cores), so the times are "
+            f"doctor: this host is busy ({load:.1f} processes want {cores} cores): the times are "
             "not those of an idle host. End other programs, and start the doctor again"
         )
     speeds, timed = _measure(plan, options, given)
