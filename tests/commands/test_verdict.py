@@ -234,6 +234,14 @@ def test_hosts_of_the_same_name_are_told_apart(healthy):
     assert "rank 2 on box (10.0.0.2)" in verdict.diagnose(healthy)[0].found
 
 
+def test_what_several_hosts_have_is_said_once(healthy):
+    for number in (0, 2):
+        at(number, "processor", load=30.0 + number)(healthy)
+    (found,) = verdict.diagnose(healthy)
+    assert "node-a was busy" in found.found
+    assert found.found.endswith("30.0 processes wanted 8 cores. Likewise node-b.")
+
+
 def test_a_wrong_interface_is_said_once(healthy):
     wrong = {"error": "no route to host", "reached instead": {"eth1": "10.9.9.9"}}
     healthy.links[0, 2], healthy.links[1, 2] = wrong, copy.deepcopy(wrong)

@@ -144,7 +144,7 @@ def _examine_folder(asking: Asking, report: Report, folder: Path) -> None:
     words = [str(folder.absolute()), mark]
     try:
         answers = asking.ask({0: ["write", *words]}, _FOLDER_SECONDS)
-        report.folder = {"folder": words[0], **answers.get(0, {"problem": "no answer"})}
+        report.folder = {"folder": str(folder), **answers.get(0, {"problem": "no answer"})}
         if "problem" not in report.folder:
             firsts = {report.hosts[rank]: rank for rank in sorted(report.ranks, reverse=True)}
             others = {rank: ["see", *words] for rank in firsts.values() if rank}

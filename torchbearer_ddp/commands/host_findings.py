@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torchbearer_ddp.commands import words
@@ -63,14 +64,17 @@ def _clocks(report: Report) -> Iterator[Finding]:
 
 
 def _hosts(report: Report) -> Iterator[Finding]:
-    """What is true of a host, said once for each."""
-    seen = set()
-    for rank, found in report.ranks.items():
-        host = found["host id"]
+    """What is true of a host; of several that have the same, the first is described."""
+    first = {host: rank for rank, host in sorted(report.hosts.items(), reverse=True)}
+    alike: dict[str, list[tuple[str, Finding]]] = {}
+    for host, rank in sorted(first.items(), key=lambda each: each[1]):
         local = [each for each, other in report.hosts.items() if other == host]
-        if host not in seen:
-            seen.add(host)
-            yield from _host(found, local, who(report, rank, alone=True))
+        name = who(report, rank, alone=True)
+        for finding in _host(report.ranks[rank], local, name):
+            alike.setdefault(finding.remedy, []).append((name, finding))
+    for (_, finding), *others in alike.values():
+        also = f" Likewise {words.listing([name for name, _ in others])}." if others else ""
+        yield replace(finding, found=f"{finding.found}{also}")
     answers = {
         rank: ", ".join(found["rendezvous"]["addresses"]) or "nothing"
         for rank, found in report.ranks.items()

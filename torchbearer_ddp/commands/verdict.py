@@ -61,7 +61,8 @@ def _ranks(report: Report) -> list[str]:
                 *(processor["usable cores"], found["gpus"], f"{processor['load']:.1f}"),
             ]
         )
-    return words.table(["rank", "host", "address", "interface", "cores", "GPUs", "load"], rows)
+    header = ["rank", "host", "address", "interface", "cores", "GPUs", "load"]
+    return words.table(header, rows, left=4)
 
 
 def _links(report: Report) -> list[str]:
@@ -84,9 +85,9 @@ def _links(report: Report) -> list[str]:
 
 
 def _cell(link: Link | None, name: str, show: Any) -> str:
-    if not link:
-        return "-"
-    return str(show(link[name])) if name in link else "fails"
+    if link and name in link:
+        return str(show(link[name]))
+    return "fails" if link and "error" in link else "-"
 
 
 def _summary(report: Report) -> list[str]:

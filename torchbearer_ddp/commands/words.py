@@ -49,14 +49,14 @@ def section(title: str, rows: Mapping[str, Any]) -> list[str]:
     return ["", title, *(f"{_INDENT}{name:{width}}  {value}" for name, value in rows.items())]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Aligned columns, the first to the left and the others to the right."""
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> list[str]:
+    """Aligned columns, the first ones to the left and the others to the right."""
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         _INDENT
         + "  ".join(
-            f"{cell:{'<' if number == 0 else '>'}{width}}"
+            f"{cell:{'<' if number < left else '>'}{width}}"
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
