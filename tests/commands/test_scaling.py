@@ -131,7 +131,7 @@ def test_advice_names_what_limits():
     assert "the exchange of gradients limits beyond that (56% of a step)" in lines[1]
     assert "accumulate=" in lines[2]
     assert prediction.advice(speeds(100, 190))[1] == "Use 2 ranks; more may be faster still."
-    assert "one process does not use its threads well" in prediction.advice(speeds(100, 300))[2]
+    assert "2 ranks cannot be 3.0 times as fast" in prediction.advice(speeds(100, 300))[1]
 
 
 def test_a_slow_link_is_predicted_and_compression_recommended():

@@ -127,6 +127,14 @@ def advice(speeds: list[Speed]) -> list[str]:
         f"{each.ranks} ranks {each.samples / single.samples:.1f}" for each in speeds[1:]
     )
     lines = [f"Times as fast as one process: {gains}."]
+    for each in speeds:
+        if each.samples > _SUPERLINEAR * each.ranks * single.samples:
+            return [
+                *lines,
+                f"No recommendation: {each.ranks} ranks cannot be "
+                f"{each.samples / single.samples:.1f} times as fast. One process was disturbed, or "
+                "does not use its threads well: compare with OMP_NUM_THREADS=1, on an idle host.",
+            ]
     use = "one process" if chosen.ranks == 1 else f"{chosen.ranks} ranks"
     place = f" on {chosen.hosts} hosts" if chosen.hosts > 1 else ""
     beyond = next((each for each in speeds if each.ranks > chosen.ranks), None)
@@ -139,11 +147,6 @@ def advice(speeds: list[Speed]) -> list[str]:
         lines.append(f"Use {use}{place}; {kind} limits beyond that ({share:.0%} of a step).")
     else:
         lines.append(f"Use {use}{place}; the cores of this host limit beyond that.")
-    if any(each.samples > _SUPERLINEAR * each.ranks * single.samples for each in speeds):
-        lines.append(
-            "Faster than the number of ranks: one process does not use its threads well, or was "
-            "disturbed. Compare with OMP_NUM_THREADS=1, on an idle host."
-        )
     if limited.ranks > 1 and share > _LARGE_SHARE:
         if limited.hosts > 1:
             lines.append(
