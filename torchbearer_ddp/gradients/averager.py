@@ -42,6 +42,9 @@ class Averager:
         #: The group of what an optimizer trains, by the optimizer's number.
         self._groups: dict[int, int] = {}
         self._order = GradientOrder([])
+        #: Which parameters require a gradient, and a checksum of it.
+        self._flags: list[bool] = []
+        self._frozen = 0
         self._outside: list[torch.nn.Parameter] = []
         #: Parameters that no callback has made equal on all ranks.
         self._strangers: trained.Named = []
@@ -93,11 +96,9 @@ class Averager:
 
     def begin_step(self, *, sums: bool) -> None:
         """Begins a step: an average of the step before is no average of this one."""
-        self._marks.averaged.clear()
-        self._marks.before.clear()
+        self._marks.begin_step()
         if sums:  # backward must not add to them without a word
-            grads = ((id(parameter), parameter.grad) for _, parameter in self._parameters)
-            self._marks.before.update((each, grad) for each, grad in grads if grad is not None)
+            self._marks.note_before(parameter for _, parameter in self._parameters)
 
     def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass, whose gradients may travel while it runs."""
@@ -131,8 +132,11 @@ class Averager:
         """True if any of these parameters has a gradient that was not averaged."""
         if self.reducer is None:
             return any(p.grad is not None for _, p in self._parameters if id(p) in own)
-        outside = [parameter for parameter in self._outside if id(parameter) in own]
-        return self.reducer.has_new_gradient(own) or any(map(self._is_new, outside))
+        return self.reducer.has_new_gradient(own) or any(
+            self._marks.needs_average(parameter)
+            for parameter in self._outside
+            if id(parameter) in own
+        )
 
     def reduce(
         self,
@@ -152,22 +156,29 @@ class Averager:
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._optimizers.number(optimizer) + 1
         only = None if optimizer is None else self._take_in(optimizer)
-        flags = bytes(parameter.requires_grad for _, parameter in self._parameters)
-        report.frozen = zlib.crc32(flags) % MODULUS
+        flags = [parameter.requires_grad for _, parameter in self._parameters]
+        if flags != self._flags:
+            self._flags, self._frozen = flags, zlib.crc32(bytes(flags)) % MODULUS
+        report.frozen = self._frozen
         if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
+            # No hook has seen this backward: it may have added to what the run before has left.
+            self._marks.note_mixed(parameter for _, parameter in self._parameters)
             self._remake(group, report)
         self._is_current = False
-        report.regroup = any(
-            self._is_new(each) for each in self._outside if only is None or id(each) in only
-        )
+        if self._outside:
+            report.regroup = any(
+                self._marks.needs_average(each)
+                for each in self._outside
+                if only is None or id(each) in only
+            )
         summary = self._reduce(group, report, average, only)
         if summary.regroup:
             self._remake(group, report)
             report.regroup = False
             summary = self._reduce(group, report, average, only)
-        averaged = [n for n in range(len(self._optimizers)) if summary.groups >> self._group(n) & 1]
-        self._done.update(averaged)
-        self._done.discard(report.site - 1)
+        for number in range(len(self._optimizers)):
+            if number != report.site - 1 and summary.groups >> self._group(number) & 1:
+                self._done.add(number)
         return summary
 
     def combine(self, average: Average, losses: Sequence[float], weights: Sequence[float]) -> float:
@@ -205,14 +216,11 @@ class Averager:
             self.reducer.close()
             self.reducer = None
 
-    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
-        return self._marks.needs_average(parameter)
-
     def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Adds parameters of an optimizer that are not known yet; returns all that are averaged."""
-        own = trained.parameters_of(optimizer)
-        identities = frozenset(map(id, own))
+        identities = self._optimizers.identities(optimizer)
         if not identities <= self._known:
+            own = trained.parameters_of(optimizer)
             number = self._optimizers.number(optimizer)
             name = self._optimizers.name(number)
             new = [parameter for parameter in own if id(parameter) not in self._known]
@@ -226,7 +234,7 @@ class Averager:
                 f"averaging {len(new)} more parameters, which {name} trains: they were not in the "
                 "state of the Trial or on a callback when this epoch began"
             )
-        return identities - self._left_out
+        return identities - self._left_out if self._left_out else identities
 
     def _group(self, number: int) -> int:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
@@ -235,12 +243,13 @@ class Averager:
     def _reduce(
         self, group: Group, report: RankReport, average: Average, only: frozenset[int] | None
     ) -> StepSummary:
-        summary = self.reducer.reduce(report, average, only)  # type: ignore[union-attr]
+        assert self.reducer is not None
+        summary = self.reducer.reduce(report, average, only)
         self._check(group, summary)
         if max(summary.weights) > self.regular:
             # A larger one than any so far, perhaps after a first batch that was short.
             self.regular = max(summary.weights)
-            self._set_weights(group)
+            self.reducer.weights = Weights(group.member.world_size, self.regular)
         self._mixed &= ~summary.groups
         if average is Average.SUM:
             self._mixed |= summary.mixed
@@ -248,10 +257,13 @@ class Averager:
 
     def _check(self, group: Group, summary: StepSummary) -> None:
         """Raises, on every rank, if the ranks are at different places of the program."""
+        if summary.together:
+            return
         if len(set(summary.sites)) > 1 or len(set(summary.batches)) > 1:
             pairs = enumerate(zip(summary.sites, summary.batches, strict=True))
             places = [
-                f"rank {r} {self._place(site)} in batch {batch}" for r, (site, batch) in pairs
+                f"rank {r} {self._place(int(site))} in batch {batch:.0f}"
+                for r, (site, batch) in pairs
             ]
             group.broken = True
             raise DesyncError(
@@ -320,10 +332,6 @@ class Averager:
             name_hooks(self._parameters)
             announce(self.reducer.choice)
             self._announced = True
-
-    def _set_weights(self, group: Group) -> None:
-        if self.reducer is not None:
-            self.reducer.weights = Weights(group.member.world_size, self.regular)
 
     def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
         """Gives every rank rank zero's values of parameters that appeared during the run."""
