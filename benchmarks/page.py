@@ -46,11 +46,10 @@ _PROMISES = (
 
 
 def _promises(found: dict[str, Any]) -> str:
-    rows = [
-        [row["model"], row["where"], f"{row['promised']:.2f}", f"{row['real']:.2f}"]
-        + [f"{row['error']:+.0%}"]
-        for row in found["prediction"]
-    ]
+    rows = []
+    for row in found["prediction"]:
+        gains = f"{row['promised']:.2f}", f"{row['real']:.2f}"
+        rows.append([row["model"], row["where"], *gains, f"{row['error']:+.0%}"])
     return _table(["Model", "Where", "Promised", "Long run", "Off by"], rows)
 
 
