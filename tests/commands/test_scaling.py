@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.processes import Program
+from tests.processes import Program, free_port
 from torchbearer_ddp import LaunchError
 from torchbearer_ddp.commands import prediction, scaling
 from torchbearer_ddp.commands.prediction import Speed, best, link_of, over_link, speed_of
@@ -65,6 +65,24 @@ def test_a_script_is_timed_on_more_and_more_ranks(tmp_path):
     assert not (script.parent / "ended").exists()
     assert not (script.parent / "runs").exists()
     assert "a line of the script" not in program.text()
+
+
+@pytest.mark.concurrent
+def test_a_script_is_timed_where_each_rank_has_its_own_command(tmp_path):
+    place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()))
+    command = (sys.executable, "-m", "torchbearer_ddp", "doctor", *place, "--seconds", "0.5")
+    words = ("--script", str(script_in(tmp_path)), "2000", "0.1")
+    with (
+        Program(*command, "--rank", "0", "--json", *words, raw=True) as zero,
+        Program(*command, "--rank", "1", *words, raw=True) as one,
+    ):
+        codes = [zero.code(120), one.code(120)]
+        assert codes == [0, 0], zero.text() + one.text()
+        found = json.loads("".join(zero.output))
+        assert one.output == []
+    assert [each["ranks"] for each in found["speeds"]] == [1, 2]
+    assert found["speeds"][1]["measured"]
+    assert found["speeds"][1]["speed-up"] > 1.2
 
 
 def time_alone(script, *words, limit=60.0):
