@@ -95,7 +95,8 @@ def examine(asking: Asking, report: Report, folder: Path | None) -> None:
     asking.gather(time.monotonic() + report.timeout)
     report.ranks, report.lost = asking.here, asking.lost
     _examine_links(asking, report)
-    if not report.missing and not report.lost and all(map(_works, report.links.values())):
+    complete = report.world_size > 1 and not report.missing and not report.lost
+    if complete and all(map(_works, report.links.values())):
         task = ["group", _bytes_to_sum(report)]
         answers = asking.ask(dict.fromkeys(report.ranks, task), 2 * _GROUP_SECONDS)
         report.group = _slowest(answers)
