@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import PORT, environment, linked
-from torchbearer_ddp.commands import prediction
-from torchbearer_ddp.commands.timed_run import Timed, measure
+from torchbearer_ddp.commands.examining import prediction
+from torchbearer_ddp.commands.examining.timed_run import Timed, measure
 
 SCRIPT = str(Path(__file__).with_name("trained.py"))
 #: Steps of a long run, and how long a run of one process is timed for the promise.

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from torchbearer_ddp import LaunchError
-from torchbearer_ddp.commands.meeting import Answering, Asking, pause_of, register
+from torchbearer_ddp.commands.examining.meeting import Answering, Asking, pause_of, register
 from torchbearer_ddp.group import rendezvous
 from torchbearer_ddp.group.bounded import in_background
 

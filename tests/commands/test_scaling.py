@@ -7,9 +7,9 @@ import pytest
 
 from tests.processes import Program, free_port
 from torchbearer_ddp import LaunchError
-from torchbearer_ddp.commands import prediction, scaling
-from torchbearer_ddp.commands.prediction import Speed, best, link_of, over_link, speed_of
-from torchbearer_ddp.commands.timed_run import FEWEST, WARM_UP, Timed, measure
+from torchbearer_ddp.commands.examining import prediction, scaling
+from torchbearer_ddp.commands.examining.prediction import Speed, best, link_of, over_link, speed_of
+from torchbearer_ddp.commands.examining.timed_run import FEWEST, WARM_UP, Timed, measure
 
 SCRIPT = """
 import pathlib, sys, time

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from torchbearer_ddp.commands import host_checks, links, verdict
-from torchbearer_ddp.commands.examination import Report
+from torchbearer_ddp.commands.examining import host_checks, links, verdict
+from torchbearer_ddp.commands.examining.examination import Report
 
 
 def rank(number, host="a"):

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 
 from torchbearer_ddp import log
-from torchbearer_ddp.commands import examination, host_checks, links, meeting, scaling, verdict
-from torchbearer_ddp.commands.examination import Report, examine, work_of
-from torchbearer_ddp.commands.finding import Finding
+from torchbearer_ddp.commands.examining import (
+    examination,
+    host_checks,
+    links,
+    meeting,
+    scaling,
+    verdict,
+)
+from torchbearer_ddp.commands.examining.examination import Report, examine, work_of
+from torchbearer_ddp.commands.examining.finding import Finding
 from torchbearer_ddp.commands.parser import FOUND, GOOD, command_parser
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import failures, membership, network, rendezvous

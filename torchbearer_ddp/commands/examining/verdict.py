@@ -6,10 +6,11 @@ import statistics
 import textwrap
 from typing import Any
 
-from torchbearer_ddp.commands import host_findings, link_findings, words
-from torchbearer_ddp.commands.examination import Report
-from torchbearer_ddp.commands.finding import Finding
-from torchbearer_ddp.commands.links import Link
+from torchbearer_ddp.commands import words
+from torchbearer_ddp.commands.examining import host_findings, link_findings
+from torchbearer_ddp.commands.examining.examination import Report
+from torchbearer_ddp.commands.examining.finding import Finding
+from torchbearer_ddp.commands.examining.links import Link
 
 #: A table of more ranks than this does not fit a terminal.
 _WIDEST_TABLE = 8

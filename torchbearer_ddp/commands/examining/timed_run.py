@@ -1,6 +1,7 @@
-"""Runs a script for a few steps and times them: ``python -m torchbearer_ddp.commands.timed_run``.
+"""Runs a script for a few steps and times them.
 
-The process is one of its own, because a script may change whatever it likes in it.
+That is done in a process of its own, which runs this module, because a script may change whatever
+it likes in it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchbearer_ddp.commands import words
-from torchbearer_ddp.commands.examination import Report
+from torchbearer_ddp.commands.examining.examination import Report
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchbearer_ddp.commands import words
-from torchbearer_ddp.commands.examination import Report
-from torchbearer_ddp.commands.finding import Finding, by_value, differing, who
+from torchbearer_ddp.commands.examining.examination import Report
+from torchbearer_ddp.commands.examining.finding import Finding, by_value, differing, who
 
 _CLOCK_SECONDS = 1.0
 _NAME_SECONDS = 0.5

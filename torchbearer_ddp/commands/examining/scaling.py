@@ -8,10 +8,10 @@ import os
 import sys
 from typing import Any
 
-from torchbearer_ddp.commands import prediction
+from torchbearer_ddp.commands.examining import prediction
+from torchbearer_ddp.commands.examining.prediction import Speed
+from torchbearer_ddp.commands.examining.timed_run import Timed, measure
 from torchbearer_ddp.commands.parser import GOOD
-from torchbearer_ddp.commands.prediction import Speed
-from torchbearer_ddp.commands.timed_run import Timed, measure
 from torchbearer_ddp.group.join import usable_cores
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.script import check_script

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterator
 
 from torchbearer_ddp.commands import words
-from torchbearer_ddp.commands.examination import Report
-from torchbearer_ddp.commands.finding import Finding, who
+from torchbearer_ddp.commands.examining.examination import Report
+from torchbearer_ddp.commands.examining.finding import Finding, who
 
 #: A link that is so many times slower than the others of its kind is named.
 _TIMES_SLOWER = 3.0

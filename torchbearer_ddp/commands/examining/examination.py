@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from torchbearer_ddp.commands import host_checks, links
-from torchbearer_ddp.commands.links import Link, Pair
-from torchbearer_ddp.commands.meeting import Asking, Work
+from torchbearer_ddp.commands.examining import host_checks, links
+from torchbearer_ddp.commands.examining.links import Link, Pair
+from torchbearer_ddp.commands.examining.meeting import Asking, Work
 from torchbearer_ddp.gradients.transports.choose import choose
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.group import membership

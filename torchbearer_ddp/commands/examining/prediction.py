@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchbearer_ddp.commands import words
-from torchbearer_ddp.commands.timed_run import Timed
+from torchbearer_ddp.commands.examining.timed_run import Timed
 
 #: Twice the ranks are worth it if they are so many times as fast.
 _WORTH = 1.2
