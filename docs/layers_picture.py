@@ -29,7 +29,7 @@ LAYERS = {
     "group": ("who the ranks are, how they meet, wait and talk", 0, 8, 2, 1),
     ".": ("known to all", 0, 9, 2, 1),
 }
-COLUMN, ROW, GAP, LINE = 490, 116, 8, 17
+COLUMN, ROW, GAP, LINE = 490, 124, 8, 17
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1e293b}"
     ".name{font:600 15px ui-monospace,Menlo,Consolas,monospace}"
