@@ -3,6 +3,8 @@
 import copy
 import re
 import socket
+import threading
+import time
 
 import pytest
 
@@ -312,15 +314,27 @@ def test_a_link_that_does_not_connect_names_the_address_that_does():
 def test_a_stranger_is_not_answered():
     place = place_of(links.Listener("127.0.0.1"), others={})
     found = links.measure({**place, "token": "0" * 16}, full=True)
-    assert found["error"].startswith("connected, but the first byte did not pass")
+    assert found["error"].startswith("connected, but single bytes did not pass")
 
 
 def test_a_listener_that_is_mute_ends_the_measurement(monkeypatch):
-    monkeypatch.setattr(links, "_TRANSFER_SECONDS", 0.3)
+    monkeypatch.setattr(links, "_PING_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         place = {"address": "127.0.0.1", "port": mute.getsockname()[1], "token": "0" * 16}
         found = links.measure({**place, "others": {}}, full=True)
-    assert found["error"] == "connected, but the first byte did not pass within 0.3 s"
+    assert found["error"] == "connected, but single bytes did not pass within 0.3 s"
+
+
+def test_data_that_does_not_pass_ends_the_measurement(monkeypatch):
+    """As with an MTU that is too large: what is small passes."""
+    monkeypatch.setattr(links, "_TRANSFER_SECONDS", 0.5)
+    monkeypatch.setattr(links, "_discard", lambda *_: threading.Event().wait(5))
+    listener = links.Listener("127.0.0.1")
+    started = time.monotonic()
+    found = links.measure(place_of(listener, others={}), full=True)
+    assert found["error"] == "connected, but data did not pass within 0.5 s"
+    assert found["round trip"] > 0
+    assert time.monotonic() - started < 4
 
 
 def test_who_holds_a_port():

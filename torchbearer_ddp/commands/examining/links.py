@@ -26,11 +26,12 @@ Pair = tuple[int, int]
 _CONNECT_SECONDS = 3.0
 #: How long another address of a rank may take, once its own has failed.
 _OTHER_SECONDS = 1.0
-_TRANSFER_SECONDS = 8.0
-#: The longest that :func:`measure` takes: to connect, to try other addresses, one transfer that
-#: stalls; those that do not stall are much shorter.
-LONGEST_SECONDS = _CONNECT_SECONDS + 8 * _OTHER_SECONDS + 2 * _TRANSFER_SECONDS
 _MOST_OTHERS = 8
+#: How long all pings of a link may take, and a transfer in one direction.
+_PING_SECONDS = 4.0
+_TRANSFER_SECONDS = 8.0
+#: The longest that :func:`measure` takes, with room for a busy host.
+LONGEST_SECONDS = _CONNECT_SECONDS + _PING_SECONDS + 2 * _TRANSFER_SECONDS + 5.0
 _PINGS = 20
 _FIRST_BYTES = 64 * 2**10
 _MOST_BYTES = 64 * 2**20
@@ -74,18 +75,19 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError):
             _prepare(connection)
-            token = _receive(connection, _TOKEN_BYTES)
+            token = _receive(connection, _TOKEN_BYTES, _soon())
             if not secrets.compare_digest(token, self.token.encode()):
                 return
             while True:
-                command, count = _COMMAND.unpack(_receive(connection, _COMMAND.size))
+                head = _receive(connection, _COMMAND.size, _soon())
+                command, count = _COMMAND.unpack(head)
                 if command == _PING:
                     connection.sendall(_CLOCK.pack(time.time()))
                 elif command == _TAKE and count <= _MOST_BYTES:
-                    _discard(connection, count)
+                    _discard(connection, count, _soon())
                     connection.sendall(_DONE)
                 elif command == _GIVE and count <= _MOST_BYTES:
-                    _send(connection, count)
+                    _send(connection, count, _soon())
                 else:
                     return
 
@@ -107,8 +109,10 @@ def measure(place: dict[str, Any], *, full: bool) -> Link:
             if full:
                 _bandwidth(connection, link)
         except (OSError, EOFError) as error:
-            after = "data" if "round trip" in link else "the first byte"
-            link["error"] = f"connected, but {after} {_stalled(error)}"
+            pinged = "round trip" in link
+            seconds = _TRANSFER_SECONDS if pinged else _PING_SECONDS
+            what = "data" if pinged else "single bytes"
+            link["error"] = f"connected, but {what} {_stalled(error, seconds)}"
     return link
 
 
@@ -122,7 +126,7 @@ def _connect(address: str, place: dict[str, Any], seconds: float) -> socket.sock
 
 
 def _prepare(connection: socket.socket) -> None:
-    connection.settimeout(_TRANSFER_SECONDS)
+    connection.settimeout(_CONNECT_SECONDS)  # for what is short, such as a token
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -142,19 +146,20 @@ def _reason(error: OSError, seconds: float) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _stalled(error: Exception) -> str:
+def _stalled(error: Exception, seconds: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"did not pass within {_TRANSFER_SECONDS:g} s"
+        return f"did not pass within {seconds:g} s"
     return f"did not pass ({getattr(error, 'strerror', None) or 'it was closed'})"
 
 
 def _ping(connection: socket.socket, link: Link) -> None:
     """The median round trip, and how far the other clock is ahead, by the quickest answer."""
-    answers = []
-    for _ in range(_PINGS):
+    answers: list[tuple[float, float]] = []
+    deadline, took = time.monotonic() + _PING_SECONDS, 0.0
+    while len(answers) < _PINGS and time.monotonic() + took < deadline:
         sent, started = time.time(), time.perf_counter()
         connection.sendall(_COMMAND.pack(_PING, 0))
-        theirs = _CLOCK.unpack(_receive(connection, _CLOCK.size))[0]
+        theirs = _CLOCK.unpack(_receive(connection, _CLOCK.size, deadline))[0]
         took = time.perf_counter() - started
         answers.append((took, theirs - (sent + took / 2)))
     link["round trip"] = statistics.median(took for took, _ in answers)
@@ -165,13 +170,14 @@ def _bandwidth(connection: socket.socket, link: Link) -> None:
     """Bytes per second in each direction."""
 
     def send(count: int) -> None:
+        deadline = _soon()
         connection.sendall(_COMMAND.pack(_TAKE, count))
-        _send(connection, count)
-        _receive(connection, len(_DONE))
+        _send(connection, count, deadline)
+        _receive(connection, len(_DONE), deadline)
 
     def fetch(count: int) -> None:
         connection.sendall(_COMMAND.pack(_GIVE, count))
-        _discard(connection, count)
+        _discard(connection, count, _soon())
 
     link["send"] = _throughput(send, link["round trip"])
     link["receive"] = _throughput(fetch, link["round trip"])
@@ -189,23 +195,35 @@ def _throughput(transfer: Callable[[int], None], round_trip: float) -> float:
         count = min(4 * count, _MOST_BYTES)
 
 
-def _send(connection: socket.socket, count: int) -> None:
-    deadline = time.monotonic() + _TRANSFER_SECONDS
+def _soon() -> float:
+    return time.monotonic() + _TRANSFER_SECONDS
+
+
+def _send(connection: socket.socket, count: int, deadline: float) -> None:
     while count > 0:
         _limit(connection, deadline)
         count -= connection.send(_PIECE[:count] if count < len(_PIECE) else _PIECE)
-    connection.settimeout(_TRANSFER_SECONDS)
 
 
-def _discard(connection: socket.socket, count: int) -> None:
-    deadline, place = time.monotonic() + _TRANSFER_SECONDS, bytearray(len(_PIECE))
+def _discard(connection: socket.socket, count: int, deadline: float) -> None:
+    place = bytearray(min(count, len(_PIECE)))
     while count > 0:
         _limit(connection, deadline)
         received = connection.recv_into(place, min(count, len(place)))
         if not received:
             raise EOFError
         count -= received
-    connection.settimeout(_TRANSFER_SECONDS)
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    content = b""
+    while len(content) < count:
+        _limit(connection, deadline)
+        piece = connection.recv(count - len(content))
+        if not piece:
+            raise EOFError
+        content += piece
+    return content
 
 
 def _limit(connection: socket.socket, deadline: float) -> None:
@@ -214,16 +232,6 @@ def _limit(connection: socket.socket, deadline: float) -> None:
     if left <= 0:
         raise TimeoutError
     connection.settimeout(left)
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    content = b""
-    while len(content) < count:
-        piece = connection.recv(count - len(content))
-        if not piece:
-            raise EOFError
-        content += piece
-    return content
 
 
 # Which pairs, and in which order.
