@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,13 +80,18 @@ def best(speeds: list[Speed]) -> Speed:
     """The number of ranks after which more are hardly faster."""
     chosen = speeds[0]
     for each in speeds[1:]:
-        needed = _WORTH ** ((each.ranks / chosen.ranks - 1) if each.ranks < 2 * chosen.ranks else 1)
-        if each.samples > chosen.samples * needed:
+        if each.samples > chosen.samples * _WORTH ** math.log2(each.ranks / chosen.ranks):
             chosen = each
     return chosen
 
 
-def plain(speeds: list[Speed], timed: Timed) -> dict[str, Any]:
+def limited(speeds: list[Speed]) -> Speed:
+    """The speed that is to be explained: the first beyond the best, or the best itself."""
+    chosen = best(speeds)
+    return next((each for each in speeds if each.ranks > chosen.ranks), chosen)
+
+
+def plain(speeds: list[Speed], timed: Timed, compressed: Speed | None = None) -> dict[str, Any]:
     """All of it for JSON."""
     return {
         "speeds": [
@@ -93,11 +99,11 @@ def plain(speeds: list[Speed], timed: Timed) -> dict[str, Any]:
         ],
         "gradient bytes": timed.gradient_bytes,
         "use": best(speeds).ranks,
-        "advice": advice(speeds),
+        "advice": advice(speeds, compressed),
     }
 
 
-def text(name: str, speeds: list[Speed], timed: Timed) -> str:
+def text(name: str, speeds: list[Speed], timed: Timed, compressed: Speed | None = None) -> str:
     """The table, and what follows from it."""
     rows = [
         [
@@ -117,12 +123,15 @@ def text(name: str, speeds: list[Speed], timed: Timed) -> str:
         f"{name}: {timed.steps} steps each, {timed.samples:g} samples a step on each rank, "
         f"gradients of {words.size(timed.gradient_bytes)}"
     )
-    return "\n".join([first, *words.table(header, rows), "", *advice(speeds)])
+    return "\n".join([first, *words.table(header, rows), "", *advice(speeds, compressed)])
 
 
-def advice(speeds: list[Speed]) -> list[str]:
-    """What to use, what limits beyond that, and what may help."""
-    single, chosen = speeds[0], best(speeds)
+def advice(speeds: list[Speed], compressed: Speed | None = None) -> list[str]:
+    """What to use, what limits beyond that, and what may help.
+
+    ``compressed`` is what :func:`limited` would be with half the bytes, if that is known.
+    """
+    single, chosen, beyond = speeds[0], best(speeds), limited(speeds)
     gains = ", ".join(
         f"{each.ranks} ranks {each.samples / single.samples:.1f}" for each in speeds[1:]
     )
@@ -137,22 +146,21 @@ def advice(speeds: list[Speed]) -> list[str]:
             ]
     use = "one process" if chosen.ranks == 1 else f"{chosen.ranks} ranks"
     place = f" on {chosen.hosts} hosts" if chosen.hosts > 1 else ""
-    beyond = next((each for each in speeds if each.ranks > chosen.ranks), None)
-    limited = beyond or chosen
-    share = limited.exchange / limited.seconds
-    if beyond is None:
+    share = beyond.exchange / beyond.seconds
+    if beyond is chosen:
         lines.append(f"Use {use}{place}; more may be faster still.")
     elif share > _LARGE_SHARE:
         kind = "the link between the hosts" if beyond.hosts > 1 else "the exchange of gradients"
         lines.append(f"Use {use}{place}; {kind} limits beyond that ({share:.0%} of a step).")
     else:
         lines.append(f"Use {use}{place}; the cores of this host limit beyond that.")
-    if limited.ranks > 1 and share > _LARGE_SHARE:
-        if limited.hosts > 1:
+    if beyond.ranks > 1 and share > _LARGE_SHARE:
+        lines.append("Larger batches, or accumulate=... of SyncGradients, exchange less often.")
+        if beyond.hosts > 1:
+            gain = compressed and f": {compressed.samples / single.samples:.1f} times as fast"
+            ranks = f"{beyond.ranks} ranks on {beyond.hosts} hosts"
             lines.append(
-                "SyncGradients(compress='bf16') sends half the bytes between hosts, and "
-                "accumulate=... or larger batches exchange less often."
+                f"SyncGradients(compress='bf16') sends half the bytes between hosts"
+                f"{f' ({ranks}{gain})' if gain else ''}."
             )
-        else:
-            lines.append("Larger batches, or accumulate=... of SyncGradients, exchange less often.")
     return lines

@@ -61,13 +61,16 @@ def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> i
     speeds, timed = _measure(plan, options, given)
     if plan.member.rank:
         return GOOD
+    compressed = None
     if options.link and plan.launcher == "spawn":
         chosen = prediction.best(speeds)
         speeds += [prediction.over_link(chosen, timed, hosts, options.link) for hosts in _HOSTS]
+        hosts = prediction.limited(speeds).hosts
+        compressed = prediction.over_link(chosen, timed, hosts, options.link, compress=True)
     if options.json:
-        print(json.dumps(prediction.plain(speeds, timed), indent=1))
+        print(json.dumps(prediction.plain(speeds, timed, compressed), indent=1))
     else:
-        print(prediction.text(options.script[0], speeds, timed))
+        print(prediction.text(options.script[0], speeds, timed, compressed))
     sys.stdout.flush()
     return GOOD
 
