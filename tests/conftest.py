@@ -19,7 +19,7 @@ pytest_plugins = ["tests.concurrency"]
 #: Cheap ones first, so that a simple mistake is found at once.
 _ORDER = (
     "data", "metrics", "group", "gradients", "transports", "checkpoints", "callbacks", "tests",
-    "launch", "projects", "pairs", "faults", "slurm", "gpu",
+    "launch", "commands", "projects", "pairs", "faults", "slurm", "gpu",
 )  # fmt: skip
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
 _GRACE_SECONDS = 15.0
