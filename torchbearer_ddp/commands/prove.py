@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from torchbearer_ddp.commands.parser import FOUND, GOOD, command_parser
-from torchbearer_ddp.commands.proving import text
+from torchbearer_ddp.commands.proving import html, numbers, text
 from torchbearer_ddp.commands.proving.job import RANDOM, Job
-from torchbearer_ddp.commands.proving.proof import CouldNotRun, prove
+from torchbearer_ddp.commands.proving.proof import CouldNotRun, Proof, prove
 from torchbearer_ddp.commands.proving.runs import started
 from torchbearer_ddp.launch.flags import near_misses
 from torchbearer_ddp.launch.script import check_script
@@ -47,8 +49,22 @@ def main(words: list[str]) -> None:
     except CouldNotRun as error:
         sys.stderr.write(f"torchbearer_ddp: {error}\n")
         raise SystemExit(COULD_NOT_RUN) from None
-    print("\n".join(text.lines(proof)))
+    if options.json != "-":
+        print("\n".join(text.lines(proof)))
+    if options.html:
+        html.write(proof, options.html)
+    if options.json:
+        _write_json(proof, options.json)
     raise SystemExit(GOOD if proof.is_equal else FOUND)
+
+
+def _write_json(proof: Proof, path: str) -> None:
+    """All numbers, for programs; what is not a finite number is null."""
+    content = json.dumps(numbers.of(proof), indent=1, allow_nan=False)
+    if path == "-":
+        print(content)
+    else:
+        Path(path).write_text(content + "\n")
 
 
 def _options(words: list[str]) -> argparse.Namespace:

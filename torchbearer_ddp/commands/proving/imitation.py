@@ -53,6 +53,11 @@ class Imitation:
         """The rows of each rank if this is to be imitated now."""
         return self._rows if kind in self._kinds else ()
 
+    @property
+    def has_drawn(self) -> bool:
+        """True if random numbers were drawn from the ranks' streams."""
+        return self._streams.has_drawn
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Takes the place of torch's functions."""
@@ -109,6 +114,7 @@ class _RankStreams(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._imitation = imitation
         self._states: list[Any] = []
+        self.has_drawn = False
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Begins the streams."""
@@ -127,6 +133,7 @@ class _RankStreams(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if not rows or not is_random or named.get("generator") is not None:
             return func(*args, **named)
+        self.has_drawn = True
         count = self._imitation.count
         before, found = _generator_states(), []
         for rank, part in enumerate(rows):

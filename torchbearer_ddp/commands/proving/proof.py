@@ -71,8 +71,11 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
         )
         for number in numbers
     ]
+    changing = unreproducible(alone, repeat)
+    if changing is not None:
+        rounded = []  # what they show is not rounding
     comparison = compare(ranks, alone, rounded)
-    if (changing := unreproducible(alone, repeat)) is not None:
+    if changing is not None:
         comparison.problems.append(f"{changing} is another one each time one process runs")
     proof = Proof(job, comparison, notes=_notes(job, ranks, alone))
     if not proof.is_equal:
