@@ -133,14 +133,19 @@ class _RankStreams(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if not rows or not is_random or named.get("generator") is not None:
             return func(*args, **named)
-        self.has_drawn = True
         count = self._imitation.count
         before, found = _generator_states(), []
         for rank, part in enumerate(rows):
             _set_generator_states(self._states[rank])
             mine, its = _cut_all(args, part, count), _cut_all(named, part, count)
             found.append(func(*mine, **its))
-            self._states[rank] = _generator_states()
+            after = _generator_states()
+            if all(map(torch.equal, after, self._states[rank])):
+                # torch marks functions that may draw; this one, such as a BatchNorm, has not.
+                _set_generator_states(before)
+                return func(*args, **named)
+            self._states[rank] = after
+        self.has_drawn = True
         _set_generator_states(before)
         if func._schema.is_mutable:
             whole = args[0]
@@ -152,15 +157,15 @@ class _RankStreams(TorchDispatchMode):
         return _joined_like(found, rows)
 
 
-def _generator_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _generator_states() -> list[torch.Tensor]:
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), on_gpus
+    return [torch.get_rng_state(), *on_gpus]
 
 
-def _set_generator_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+def _set_generator_states(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def _cut_all(values: Any, rows: torch.Tensor, count: int) -> Any:
