@@ -28,6 +28,7 @@ class PoolRunner:
 
     def __init__(self, folder: Path, pools: dict[int, RankPool]) -> None:
         self._folder, self._pools = folder, pools
+        self.lines: list[str] = []
 
     def script(self, text: str) -> str:
         """The path of a script."""

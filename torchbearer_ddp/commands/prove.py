@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def main(words: list[str]) -> None:
     except CouldNotRun as error:
         sys.stderr.write(f"torchbearer_ddp: {error}\n")
         raise SystemExit(COULD_NOT_RUN) from None
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     if options.json != "-":
         print("\n".join(text.lines(proof)))
     if options.html:

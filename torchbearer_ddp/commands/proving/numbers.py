@@ -21,6 +21,7 @@ def of(proof: Proof) -> dict[str, Any]:
         "versions": versions(),
         "reasons": [dataclasses.asdict(each) for each in proof.reasons],
         "notes": proof.notes,
+        "lines": proof.lines,
         **_of_comparison(proof.comparison),
         "explained": proof.explained and _of_comparison(proof.explained),
     }

@@ -21,7 +21,13 @@ class CouldNotRun(DistributedError):
 
 
 class Runner(Protocol):
-    """What can run a job."""
+    """What can run a job.
+
+    Attributes:
+        lines: What this package said on the ranks.
+    """
+
+    lines: list[str]
 
     def ranks(self, job: Job) -> list[Recording]:
         """Runs a job on its ranks."""
@@ -39,6 +45,7 @@ class Proof:
         comparison: How far the ranks are from one process.
         reasons: Why they differ, if they do.
         notes: What else there is to know, as sentences.
+        lines: What this package said on the ranks.
         explained: How far the ranks are from one process that imitates them in what the reasons
             say, if it is equal to them then.
         seconds: How long it took.
@@ -48,6 +55,7 @@ class Proof:
     comparison: Comparison
     reasons: list[Reason] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     explained: Comparison | None = None
     seconds: float = 0.0
 
@@ -77,7 +85,10 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
     comparison = compare(ranks, alone, rounded)
     if changing is not None:
         comparison.problems.append(f"{changing} is another one each time one process runs")
-    proof = Proof(job, comparison, notes=_notes(job, ranks, alone))
+    if comparison.is_equal and (errors := _errors(ranks, alone)):
+        (where, error), *_ = errors
+        raise CouldNotRun(f"{job.script} failed {where}, which were equal: {error}")
+    proof = Proof(job, comparison, notes=_notes(job, ranks, alone), lines=runner.lines)
     if not proof.is_equal:
 
         def imitate(kinds: tuple[str, ...]) -> Comparison:
@@ -98,15 +109,20 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
     return proof
 
 
+def _errors(ranks: Sequence[Recording], alone: Recording) -> list[tuple[str, str]]:
+    """Where the script has failed after some steps, and with what."""
+    found = []
+    for where, recordings in (("on the ranks", ranks), ("in one process", [alone])):
+        failed = [each for each in recordings if "error" in each]
+        if failed:
+            steps = len(failed[0]["steps"])
+            found.append((f"{where} after {steps} steps", str(failed[0]["error"])))
+    return found
+
+
 def _notes(job: Job, ranks: Sequence[Recording], alone: Recording) -> list[str]:
     """What the reader should know, whatever the result is."""
-    notes = []
-    errors = [("on the ranks", next((r["error"] for r in ranks if "error" in r), None))]
-    errors.append(("in one process", alone.get("error")))
-    for where, error in errors:
-        if error:
-            taken = len((alone if where == "in one process" else ranks[0])["steps"])
-            notes.append(f"the script failed {where} after {taken} steps: {error}")
+    notes = [f"the script failed {where}: {error}" for where, error in _errors(ranks, alone)]
     taken = min(len(each["steps"]) for each in (*ranks, alone))
     if taken < job.steps and not notes:
         notes.append(f"the script took {taken} steps, fewer than the {job.steps} asked for")
