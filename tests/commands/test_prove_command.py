@@ -8,8 +8,10 @@ import pytest
 from tests.commands.prove_scripts import CORRECT, FAULTS, script
 from tests.processes import Program
 from torchbearer_ddp.__main__ import main
+from torchbearer_ddp.commands import prove as command
 
 COMMAND = (sys.executable, "-m", "torchbearer_ddp", "prove", "--nproc-per-node", "2")
+AFTER = ("--nproc-per-node", "2", "--steps=3", "--sample-streams", "--epochs", "3", "--steps", "9")
 
 
 def prove(folder, *words):
@@ -31,7 +33,7 @@ def test_an_equal_script(tmp_path):
 @pytest.mark.concurrent
 def test_a_script_that_differs(tmp_path):
     (tmp_path / "script.py").write_text(FAULTS["both"][0])
-    words = ("--steps", "4", "--html", "proof.html", "--json", "proof.json", "script.py")
+    words = ("--steps", "4", "--html", "proof.html", "--json=proof.json", "script.py")
     code, output, errors = prove(tmp_path, *words)
     assert code == 1, errors
     assert "script.py: 2 ranks differ from one process\n" in output
@@ -62,7 +64,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, source, text):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["script.py"], "--nproc-per-node"),
+        (["script.py"], "--nproc-per-node N is missing"),
         (["--nproc-per-node", "1", "script.py"], "there is nothing to compare"),
         (["--nproc-per-node", "2"], "no script is named"),
         (["--nproc-per-node", "2", "nowhere.py"], "can't open file 'nowhere.py'"),
@@ -75,3 +77,15 @@ def test_mistakes_end_before_anything_starts(words, text, capsys, monkeypatch, t
     with pytest.raises(SystemExit, match="2"):
         main(["prove", *words])
     assert text in capsys.readouterr().err
+
+
+def test_flags_may_follow_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("pass")
+    options = command._options(["script.py", *AFTER])
+    assert (options.nproc_per_node, options.steps, options.sample_streams) == (2, 3, True)
+    assert options.command == ["script.py", "--epochs", "3", "--steps", "9"]
+    # Once our flags come before the script, all that follows is the script's.
+    options = command._options(["--nproc-per-node", "3", "script.py", *AFTER])
+    assert (options.nproc_per_node, options.steps) == (3, 20)
+    assert options.command == ["script.py", *AFTER]
