@@ -51,7 +51,9 @@ def _nothing_stays_behind() -> Iterator[None]:
         time.sleep(0.1)
     del os.environ[_MARK]
     assert not left, f"processes are left behind: {left}"
-    assert not (new := _shared_memory() - shared), f"shared memory is left behind: {new}"
+    # What another program on this machine has made since, it still uses.
+    new = {name for name in _shared_memory() - shared if not proc.is_mapped_by_any(name)}
+    assert not new, f"shared memory is left behind: {new}"
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ import numpy
 import torch
 import torchbearer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchbearer.callbacks import Callback, CosineAnnealingLR, StepLR
+from torchbearer.callbacks import Callback, CosineAnnealingLR, EarlyStopping, StepLR
 
 from torchbearer_ddp import Checkpoint, add_arguments, data_parallel, run_distributed
 from torchbearer_ddp.data import randomness
@@ -281,6 +281,28 @@ def train_and_hold(
         "host": socket.gethostname(),
         "restarts": restarts(),
     }
+
+
+def stop_early_and_hold(folder: str) -> dict[str, Any]:
+    """A run that EarlyStopping ends in its second epoch; after it the first start holds."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(8, 3)
+    data = TensorDataset(torch.randn(12, 8), torch.randint(3, (12,)))
+    never_better = EarlyStopping(monitor="loss", patience=1, min_delta=100.0)
+    callbacks = (*data_parallel(), Checkpoint(folder), never_better)
+    optimizer = GradientDescent(model.parameters(), 0.1, 0.0)
+    trial = torchbearer.Trial(
+        model, optimizer, torch.nn.CrossEntropyLoss(), ["loss"], list(callbacks), verbose=0
+    )
+    history = trial.with_train_generator(DataLoader(data, batch_size=3)).run(9)
+    result = {"epochs": len(history), "parameters": parameters(model).tolist()}
+    if restarts() == 0:
+        mark = Path(folder).parent / f"holds-0-{collectives.rank()}"
+        unfinished = mark.with_suffix(".part")
+        unfinished.write_text(json.dumps(result))
+        unfinished.rename(mark)
+        time.sleep(PATIENCE)
+    return {**result, "restarts": restarts()}
 
 
 def restarts() -> int:

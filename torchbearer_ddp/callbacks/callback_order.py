@@ -84,9 +84,10 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
         # Sorted once, because each step calls many hooks. A callback may be appended later.
         known, ordered = self._orders.get(hook, (-1, []))
         if known != len(self.callback_list):
+            count = len(self.callback_list)
             ordered = sorted(self.callback_list, key=lambda callback: _place(callback, hook))
-            ordered = stand_ins(ordered)
-            self._orders[hook] = (len(ordered), ordered)
+            ordered = [each for each in stand_ins(ordered) if not _does_nothing(each, hook)]
+            self._orders[hook] = (count, ordered)
         return ordered
 
     def enter(self) -> None:
@@ -112,6 +113,12 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
 def _place(callback: Callback, hook: str) -> int:
     """The place in a hook; an attribute ``order`` of a user's callback means something else."""
     return callback.order.get(hook, 0) if isinstance(callback, OrderedCallback) else 0
+
+
+def _does_nothing(callback: Callback, hook: str) -> bool:
+    """True if a callback of ours has nothing to do in a hook, which is then not called."""
+    own = getattr(type(callback), hook, None)
+    return isinstance(callback, OrderedCallback) and own is getattr(Callback, hook)
 
 
 define_hooks(OrderedCallbackList, OrderedCallbackList._call)

@@ -39,9 +39,14 @@ class Averager:
         #: All parameters, and those of them that are left to each rank or to torch's DDP.
         self._known: set[int] = set()
         self._left_out: frozenset[int] = frozenset()
+        #: By optimizer: the identities of all it trains, and those of them that are averaged.
+        self._own: dict[int, tuple[list[int], frozenset[int]]] = {}
         #: The group of what an optimizer trains, by the optimizer's number.
         self._groups: dict[int, int] = {}
         self._order = GradientOrder([])
+        #: Which parameters require a gradient, and a checksum of it.
+        self._flags: list[bool] = []
+        self._frozen = 0
         self._outside: list[torch.nn.Parameter] = []
         #: Parameters that no callback has made equal on all ranks.
         self._strangers: trained.Named = []
@@ -131,8 +136,9 @@ class Averager:
         """True if any of these parameters has a gradient that was not averaged."""
         if self.reducer is None:
             return any(p.grad is not None for _, p in self._parameters if id(p) in own)
-        outside = [parameter for parameter in self._outside if id(parameter) in own]
-        return self.reducer.has_new_gradient(own) or any(map(self._is_new, outside))
+        return self.reducer.has_new_gradient(own) or any(
+            self._is_new(parameter) for parameter in self._outside if id(parameter) in own
+        )
 
     def reduce(
         self,
@@ -152,22 +158,25 @@ class Averager:
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._optimizers.number(optimizer) + 1
         only = None if optimizer is None else self._take_in(optimizer)
-        flags = bytes(parameter.requires_grad for _, parameter in self._parameters)
-        report.frozen = zlib.crc32(flags) % MODULUS
+        flags = [parameter.requires_grad for _, parameter in self._parameters]
+        if flags != self._flags:
+            self._flags, self._frozen = flags, zlib.crc32(bytes(flags)) % MODULUS
+        report.frozen = self._frozen
         if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
             self._remake(group, report)
         self._is_current = False
-        report.regroup = any(
-            self._is_new(each) for each in self._outside if only is None or id(each) in only
-        )
+        if self._outside:
+            report.regroup = any(
+                self._is_new(each) for each in self._outside if only is None or id(each) in only
+            )
         summary = self._reduce(group, report, average, only)
         if summary.regroup:
             self._remake(group, report)
             report.regroup = False
             summary = self._reduce(group, report, average, only)
-        averaged = [n for n in range(len(self._optimizers)) if summary.groups >> self._group(n) & 1]
-        self._done.update(averaged)
-        self._done.discard(report.site - 1)
+        for number in range(len(self._optimizers)):
+            if number != report.site - 1 and summary.groups >> self._group(number) & 1:
+                self._done.add(number)
         return summary
 
     def combine(self, average: Average, losses: Sequence[float], weights: Sequence[float]) -> float:
@@ -195,7 +204,7 @@ class Averager:
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
-        self._known = set()
+        self._known, self._own = set(), {}
         self._optimizers, self._groups = KnownOptimizers(), {}
         self._at_step, self._stepped, self._done, self._mixed = set(), set(), set(), 0
 
@@ -211,7 +220,11 @@ class Averager:
     def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Adds parameters of an optimizer that are not known yet; returns all that are averaged."""
         own = trained.parameters_of(optimizer)
-        identities = frozenset(map(id, own))
+        listed = list(map(id, own))
+        known = self._own.get(id(optimizer))
+        if known is not None and known[0] == listed:
+            return known[1]
+        identities = frozenset(listed)
         if not identities <= self._known:
             number = self._optimizers.number(optimizer)
             name = self._optimizers.name(number)
@@ -226,7 +239,9 @@ class Averager:
                 f"averaging {len(new)} more parameters, which {name} trains: they were not in the "
                 "state of the Trial or on a callback when this epoch began"
             )
-        return identities - self._left_out
+        averaged = identities - self._left_out
+        self._own[id(optimizer)] = listed, averaged
+        return averaged
 
     def _group(self, number: int) -> int:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
@@ -248,10 +263,13 @@ class Averager:
 
     def _check(self, group: Group, summary: StepSummary) -> None:
         """Raises, on every rank, if the ranks are at different places of the program."""
+        if summary.together:
+            return
         if len(set(summary.sites)) > 1 or len(set(summary.batches)) > 1:
             pairs = enumerate(zip(summary.sites, summary.batches, strict=True))
             places = [
-                f"rank {r} {self._place(site)} in batch {batch}" for r, (site, batch) in pairs
+                f"rank {r} {self._place(int(site))} in batch {batch:.0f}"
+                for r, (site, batch) in pairs
             ]
             group.broken = True
             raise DesyncError(

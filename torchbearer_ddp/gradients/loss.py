@@ -28,7 +28,12 @@ from torchbearer import State
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size, first_tensor, map_tensors, select
 from torchbearer_ddp.gradients.criterion_parts import on_copies
-from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, TargetWeights, class_targets
+from torchbearer_ddp.gradients.target_weights import (
+    CLASS_LOSSES,
+    TargetWeights,
+    class_targets,
+    not_ignored,
+)
 from torchbearer_ddp.group.trained import LOADER_KEYS
 
 KINDS = ("mean", "sum", "weighted", "coupled", "unknown")
@@ -136,7 +141,7 @@ def divisor(criterion: Any, state: Any, kind: str) -> float:
     elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
         target = class_targets(state)
         if target is not None and target.dim() == 1:
-            return TargetWeights(None, criterion.ignore_index).total(target)
+            return not_ignored(target, criterion.ignore_index)
     return float(batch_size(state))
 
 

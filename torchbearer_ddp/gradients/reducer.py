@@ -95,7 +95,10 @@ class Reducer:
         }
         self._every_identity = frozenset(map(id, self._parameters))
         self._kinds = self._current_kinds()
-        self._sends_early = self._transport.overlaps and len(self._identities) == 1
+        self._header_first = layout.is_alone(
+            self._groups, [parameter.dtype for parameter in self._parameters]
+        )
+        self._sends_early = self._transport.overlaps and not self._header_first
         self._begun = False
         self._hooks = self._make_hooks()
         self._step = 0
@@ -236,7 +239,7 @@ class Reducer:
     def _keep(self, exchange: Exchange) -> None:
         """Keeps gradients to put back if no rank has a new one in their place."""
         overlaps = self._transport.overlaps
-        if not overlaps and all(exchange.used):
+        if exchange.is_full and not overlaps:
             return
         for index in exchange.indices:
             gradient, view = self._parameters[index].grad, self._views[index]
@@ -264,9 +267,10 @@ class Reducer:
         # The timeout starts here: buckets sent during backward do not block.
         report = exchange.report
         wait = Wait(self._group, f"the gradients of exchange {self._step}")
-        self._header.write(report, None if all(exchange.used) else exchange.used)
+        self._header.write(report, None if exchange.is_full else exchange.used)
         last = len(self._buckets) - 1
-        if len(self._identities) == 1:
+        exchange.factor = self.weights.of(exchange.average, report.weight)
+        if not self._header_first:
             exchange.indices = range(len(self._parameters))
             self._keep(exchange)
             self._sum(range(last + 1), sent, exchange, wait)
@@ -275,6 +279,9 @@ class Reducer:
         else:
             self._sum([last], 0, exchange, wait)
             summary = self._header.read()
+            if len(self._identities) == 1:
+                summary.groups = 1
+            exchange.factor = self.weights.share(exchange.average, report.weight, summary.weights)
             chosen = [i for i in range(last) if summary.groups >> self._buckets[i].group & 1]
             exchange.indices = [i for i, g in enumerate(self._groups) if summary.groups >> g & 1]
             self._keep(exchange)
@@ -283,17 +290,16 @@ class Reducer:
         return summary
 
     def _sum(self, indices: Sequence[int], sent: int, exchange: Exchange, wait: Wait) -> None:
-        factor = self.weights.of(exchange.average, exchange.report.weight)
         for index in indices[sent:]:
             # One by one: the first is already being summed while the next is filled.
-            self._start(index, factor, exchange.empty)
+            self._start(index, exchange.factor, exchange.empty)
         for index in indices:
             self._transport.finish(index, wait)
 
     def _check(self, summary: StepSummary) -> None:
         problem = None
         if not summary.in_step(self._step):
-            steps = "; ".join(f"rank {r} at {step}" for r, step in enumerate(summary.steps))
+            steps = "; ".join(f"rank {r} at {step:.0f}" for r, step in enumerate(summary.steps))
             problem = (
                 f"The ranks exchanged gradients of different steps: {steps}. Every rank must run "
                 "the same number of backward passes: look for a step that only some ranks take."
@@ -309,24 +315,26 @@ class Reducer:
             raise DesyncError(problem)
 
     def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
-        average, report = exchange.average, exchange.report
-        correction = self.weights.correction(average, summary.weights)
-        groups = [g for g in self._identities if summary.groups >> g & 1]
+        correction = 1.0
+        if not self._header_first:
+            correction = self.weights.correction(exchange.average, summary.weights)
         if correction != 1.0:
             for bucket, tensor in zip(self._buckets, self._tensors, strict=True):
-                if bucket.group in groups:
+                if summary.groups >> bucket.group & 1:
                     tensor[: bucket.numel].mul_(correction)
         # Where every parameter has a new gradient on this rank, the marks need not be read.
-        marks = exchange.used if all(exchange.used) else summary.used.tolist()
+        marks = exchange.used if exchange.is_full else summary.used
         for index in exchange.indices:
             parameter, view = self._parameters[index], self._views[index]
             gradient = view if marks[index] else exchange.kept.get(index)
             if parameter.grad is not gradient and (view is not None or not marks[index]):
                 parameter.grad = gradient
-        if sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]:
-            factor = self.weights.of(average, report.weight) * correction
+        if self._sparse and (
+            sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]
+        ):
+            factor = exchange.factor * correction
             sparse.reduce(sparse_used, 0.0 if exchange.empty else factor)
-        if all(exchange.used):
+        if exchange.is_full:
             self._marks.note_average(self._every_identity)
         else:
             self._marks.note_average(

@@ -18,6 +18,8 @@ from torchbearer_ddp.gradients.wishes import Wishes
 from torchbearer_ddp.group import collectives, membership, stop_request, trained
 from torchbearer_ddp.group.membership import Group
 
+_NOTHING = RankReport()
+
 
 @dataclass
 class Step:
@@ -25,13 +27,14 @@ class Step:
 
     Attributes:
         backwards: How many backward passes the running call of the closure has made.
-        weight: What the loss of the next backward pass divides by; None before it is known.
+        counts: How the gradients of the next backward pass count, and what its loss divides by;
+            None before it is known.
         agreed: What the last exchange has agreed; a single rank agrees with itself.
     """
 
     backwards: int = 0
-    weight: float | None = None
-    agreed: RankReport | StepSummary = field(default_factory=RankReport)
+    counts: tuple[Average, float] | None = None
+    agreed: RankReport | StepSummary = field(default_factory=lambda: _NOTHING)
 
 
 class StepExchange:
@@ -90,16 +93,18 @@ class StepExchange:
     def before_backward(self, state: Any) -> None:
         """From here on a full bucket may travel while backward runs."""
         average, weight = self._prepare(state)
-        self.accumulation.restore(average, weight)
-        # Gradients of several batches are not complete before they are divided.
-        if not self.accumulation.holds_gradients and not self.accumulation.goes_on(state):
-            self.averager.begin(average, weight)
+        if self.accumulation.is_used:
+            self.accumulation.restore(average, weight)
+            # Gradients of several batches are not complete before they are divided.
+            if self.accumulation.holds_gradients or self.accumulation.goes_on(state):
+                return
+        self.averager.begin(average, weight)
 
     def after_backward(self, state: Any, loss: Any) -> Any:
         """Averages the gradients, or holds them for a later batch; returns the loss of all."""
         average, weight = self._prepare(state)
         self.step.backwards += 1
-        self.step.weight = None
+        self.step.counts = None
         total = self.accumulation.hold(state, average, weight)
         return loss if total is None else self._exchange(state, average, total, loss)
 
@@ -108,10 +113,10 @@ class StepExchange:
         number = self.step.backwards
         if self.group is None and not self.accumulation.is_used:
             return Average.EQUAL, 1.0
-        if self.step.weight is None:
+        if self.step.counts is None:
             self.losses.find(state, number)
-            self.step.weight = self.losses.weight(state, number)
-        return self.losses.average(number), self.step.weight
+            self.step.counts = self.losses.average(number), self.losses.weight(state, number)
+        return self.step.counts
 
     def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may call its closure more than once for one batch."""
@@ -129,7 +134,7 @@ class StepExchange:
             own = frozenset(map(id, trained.parameters_of(optimizer)))
             if not self.averager.has_new_gradient(own):
                 self.losses.find(state, 0)
-                self.step.weight = 0.0
+                self.step.counts = self.losses.average(0), 0.0
             result = self.after_backward(state, result)
         if self.averager.needs_average(optimizer, is_main=is_main):
             if is_main:
