@@ -96,7 +96,7 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
             changed = dataclasses.replace(job, imitates=every)
             what = f"one process that does as the ranks do ({', '.join(kinds)})".replace("_", "")
             try:
-                found = compare(ranks, runner.alone(changed, what), rounded)
+                found = compare(ranks, runner.alone(changed, what), rounded, alone)
             except CouldNotRun as error:  # the script was not made for that
                 return Comparison(problems=[str(error)])
             if found.is_equal:
