@@ -116,16 +116,12 @@ class Comparison:
 
 
 def compare(
-    ranks: Sequence[Recording],
-    alone: Recording,
-    roundings: Sequence[Recording],
-    base: Recording | None = None,
+    ranks: Sequence[Recording], alone: Recording, roundings: Sequence[Recording]
 ) -> Comparison:
-    """Compares N ranks with one process; ``base`` is what the roundings differ from, if another."""
+    """Compares N ranks with one process, by what came of it with other roundings."""
     together = _together(ranks)
     comparison = Comparison(steps=min(len(together["steps"]), len(alone["steps"])))
     rounded = [dict(_values(each)) for each in roundings]
-    unchanged = dict(_values(alone if base is None else base))
     found, expected = dict(_values(together)), dict(_values(alone))
     missing = [key for key in [*found, *expected] if key not in found or key not in expected]
     if missing:
@@ -137,7 +133,7 @@ def compare(
         step, stage, _ = key
         # The model at the start does not depend on rounding: nothing has been computed yet.
         measured = [] if stage == "start" else rounded
-        apart = [distance(each[key], unchanged[key]) for each in measured if key in each]
+        apart = [distance(each[key], expected[key]) for each in measured if key in each]
         floor = alone["facts"]["eps"] * max(norm(expected[key]), scales[step, stage])
         comparison.differences.append(
             Difference(

@@ -71,14 +71,7 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
     ranks = runner.ranks(job)
     alone = runner.alone(job, "one process with the batches of all ranks")
     repeat = runner.alone(job, "the same once more")
-    numbers = range(1, roundings + 1)
-    rounded = [
-        runner.alone(
-            dataclasses.replace(job, rounding=number),
-            f"one process from parameters changed by rounding ({number} of {roundings})",
-        )
-        for number in numbers
-    ]
+    rounded = _rounded(runner, job, roundings)
     changing = unreproducible(alone, repeat)
     if changing is not None:
         rounded = []  # what they show is not rounding
@@ -96,7 +89,8 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
             changed = dataclasses.replace(job, imitates=every)
             what = f"one process that does as the ranks do ({', '.join(kinds)})".replace("_", "")
             try:
-                found = compare(ranks, runner.alone(changed, what), rounded, alone)
+                imitating = runner.alone(changed, what)
+                found = compare(ranks, imitating, _rounded(runner, changed, roundings))
             except CouldNotRun as error:  # the script was not made for that
                 return Comparison(problems=[str(error)])
             if found.is_equal:
@@ -107,6 +101,17 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
         proof.reasons = find_reasons(evidence, imitate)
     proof.seconds = time.monotonic() - began
     return proof
+
+
+def _rounded(runner: Runner, job: Job, roundings: int) -> list[Recording]:
+    """One process from parameters that differ by rounding, so many times."""
+    return [
+        runner.alone(
+            dataclasses.replace(job, rounding=number),
+            f"one process from parameters changed by rounding ({number} of {roundings})",
+        )
+        for number in range(1, roundings + 1)
+    ]
 
 
 def _errors(ranks: Sequence[Recording], alone: Recording) -> list[tuple[str, str]]:
