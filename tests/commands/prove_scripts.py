@@ -156,3 +156,64 @@ FAULTS = {
         ["settings"],
     ),
 }
+
+_STREAM = """\
+class Stream(IterableDataset):
+    def __len__(self):
+        return 88
+
+    def __iter__(self):
+        return iter([(x[index], y[index]) for index in torch.randperm(88)])"""
+_AUGMENTED = """\
+class Augmented(Dataset):
+    def __len__(self):
+        return 88
+
+    def __getitem__(self, index):
+        return x[index] + 0.2 * torch.randn(6), y[index]"""
+_FROZEN = """\
+class Freeze(torchbearer.callbacks.Callback):
+    def on_start_training(self, state):
+        model[1].eval()"""
+_FUNCTION = """\
+def train():
+    return trial.run(3)
+
+
+run_distributed(train)"""
+_PENALTY = """\
+def penalised(found, y):
+    return nn.functional.cross_entropy(found, y) + 0.01 * model[0].weight.square().sum()"""
+
+#: Scripts of which nothing is to be said.
+CORRECT = {
+    "adam": script(optimizer="torch.optim.Adam(model.parameters(), lr=0.01)"),
+    "batch_of_each_rank": script(options="", loader="DataLoader(data, 8, shuffle=True)"),
+    "double_precision": script(run="trial.to(torch.float64).run(3)"),
+    "accumulated": script(options="global_batch=True, accumulate=2"),
+    "group_norm": script(model=_NORMALISED.format("GroupNorm(4, 16)")),
+    "frozen_batch_norm": script(
+        model=_NORMALISED.format("BatchNorm1d(16)"), before=_FROZEN, callbacks="Freeze(), "
+    ),
+    "weighted_sampler": script(
+        loader="DataLoader(data, 12, sampler=torch.utils.data.WeightedRandomSampler(x[:, 0].abs(), "
+        "60))"
+    ),
+    "distributed_sampler": script(
+        options="",
+        loader="DataLoader(data, 6, sampler=torch.utils.data.DistributedSampler(data, "
+        "world_size(), rank()))",
+    ),
+    "stream": script(before=_STREAM, loader="DataLoader(Stream(), 12)"),
+    "augmented": script(before=_AUGMENTED, loader="DataLoader(Augmented(), 12, shuffle=True)"),
+    "workers": script(
+        loader="DataLoader(data, 12, shuffle=True, num_workers=1, multiprocessing_context='fork')"
+    ),
+    "function": script(imports="from torchbearer_ddp import run_distributed", run=_FUNCTION),
+    "penalty": script(before=_PENALTY, criterion="penalised"),
+    "drop_last": script(loader="DataLoader(data, 12, shuffle=True, drop_last=True)"),
+    "probe": script(before=_PROBE.format("mean"), callbacks="Probe(), "),
+    "two_runs": script(run="trial.run(1)\ntrial.run(3)\ntrial.evaluate()"),
+    "steps_given": script(run="trial.for_train_steps(5).for_val_steps(3).run(4)"),
+    "unseeded": script(seed=""),
+}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from torchbearer_ddp.commands.parser import FOUND, GOOD, command_parser
-from torchbearer_ddp.commands.proving import text
+from torchbearer_ddp.commands.proving import html, numbers, text
 from torchbearer_ddp.commands.proving.job import RANDOM, Job
-from torchbearer_ddp.commands.proving.proof import CouldNotRun, prove
+from torchbearer_ddp.commands.proving.proof import CouldNotRun, Proof, prove
 from torchbearer_ddp.commands.proving.runs import started
 from torchbearer_ddp.launch.flags import near_misses
 from torchbearer_ddp.launch.script import check_script
@@ -47,25 +50,55 @@ def main(words: list[str]) -> None:
     except CouldNotRun as error:
         sys.stderr.write(f"torchbearer_ddp: {error}\n")
         raise SystemExit(COULD_NOT_RUN) from None
-    print("\n".join(text.lines(proof)))
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    if options.json != "-":
+        print("\n".join(text.lines(proof)))
+    if options.html:
+        html.write(proof, options.html)
+    if options.json:
+        _write_json(proof, options.json)
     raise SystemExit(GOOD if proof.is_equal else FOUND)
+
+
+def _write_json(proof: Proof, path: str) -> None:
+    """All numbers, for programs; what is not a finite number is null."""
+    content = json.dumps(numbers.of(proof), indent=1, allow_nan=False)
+    if path == "-":
+        print(content)
+    else:
+        Path(path).write_text(content + "\n")
 
 
 def _options(words: list[str]) -> argparse.Namespace:
     parser = _parser()
     options, unknown = parser.parse_known_args(words)
+    if options.nproc_per_node is None and options.command:
+        options, unknown = parser.parse_known_args(_flags_first(parser, words, options.command))
     if unknown:
         suggestions = "; ".join(near_misses(unknown))
         parser.error(f"unknown flag {unknown[0]}. {suggestions or 'See --help'}")
     if not options.command:
         parser.error("no script is named. Write: prove --nproc-per-node N script.py [arguments]")
-    if options.nproc_per_node < 2:
-        parser.error("--nproc-per-node is less than 2: there is nothing to compare")
+    if options.nproc_per_node is None or options.nproc_per_node < 2:
+        parser.error("--nproc-per-node N is missing, or less than 2: there is nothing to compare")
     if options.steps < 1 or options.roundings < 1:
         parser.error("--steps and --roundings are at least 1")
     if not options.module:
         check_script(options.command[0])
     return options
+
+
+def _flags_first(
+    parser: argparse.ArgumentParser, words: list[str], command: list[str]
+) -> list[str]:
+    """The words with the flags that follow the script directly before it, where none are."""
+    known, (script, *rest) = parser._option_string_actions, command
+    count = 0
+    while count < len(rest) and (action := known.get(rest[count].partition("=")[0])) is not None:
+        count += 1 if action.nargs == 0 or "=" in rest[count] else 2
+    before = words[: len(words) - len(command)]
+    return [*before, *rest[:count], script, *rest[count:]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,9 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         COULD_NOT_RUN: "the script could not be run",
     }
     parser = command_parser("prove", _DESCRIPTION, _EXAMPLE, codes)
-    parser.usage = "%(prog)s --nproc-per-node N [flags] script.py [its arguments]"
+    parser.usage = (
+        "%(prog)s --nproc-per-node N [flags] script.py [its arguments]\n"
+        "       %(prog)s script.py --nproc-per-node N [flags] [its arguments]"
+    )
     add = parser.add_argument
-    add("--nproc-per-node", type=int, required=True, metavar="N", help="the number of ranks")
+    add("--nproc-per-node", type=int, metavar="N", help="the number of ranks")
     add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     add("--steps", type=int, default=20, help="training steps to compare (default: 20)")
     add("--seed", type=int, default=0, help="seed of both sides, if the script sets none")

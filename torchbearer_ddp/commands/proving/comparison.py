@@ -83,7 +83,15 @@ class Comparison:
     @property
     def first(self) -> Difference | None:
         """The first difference that is more than rounding; of those of one moment the largest."""
-        beyond = [each for each in self.differences if not each.is_equal]
+        return self._first(STAGES)
+
+    @property
+    def first_tensor(self) -> Difference | None:
+        """The same of parameters and gradients alone."""
+        return self._first(("start", "gradient", "parameter"))
+
+    def _first(self, stages: Sequence[str]) -> Difference | None:
+        beyond = [each for each in self.differences if not each.is_equal and each.stage in stages]
         if not beyond:
             return None
         moment = (beyond[0].step, beyond[0].stage)
@@ -110,7 +118,7 @@ class Comparison:
 def compare(
     ranks: Sequence[Recording], alone: Recording, roundings: Sequence[Recording]
 ) -> Comparison:
-    """Compares N ranks with one process."""
+    """Compares N ranks with one process, by what came of it with other roundings."""
     together = _together(ranks)
     comparison = Comparison(steps=min(len(together["steps"]), len(alone["steps"])))
     rounded = [dict(_values(each)) for each in roundings]

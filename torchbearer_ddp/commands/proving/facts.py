@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from torchbearer_ddp.callbacks.data import ShardData
+from torchbearer_ddp.commands.proving.imitation import Imitation
 from torchbearer_ddp.commands.proving.streams import SampleStreams
 from torchbearer_ddp.data import loaders, randomness
 from torchbearer_ddp.data.sampling import ShardSampler
@@ -76,15 +77,18 @@ def note_loss(facts: dict[str, Any], criterion: Any, state: Any) -> None:
         facts["loss_kind"], facts["loss_reason"] = verdict.kind, verdict.reason
 
 
-def note_step(facts: dict[str, Any], state: Any, seeded: dict[str, Any], batch_norms: int) -> None:
+def note_step(
+    facts: dict[str, Any], state: Any, seeded: dict[str, Any], imitation: Imitation
+) -> None:
     """What has happened in a step whose random generators were seeded before."""
     drawn = randomness.rng_state()
     names = {"python": "python's", "numpy": "numpy's", "torch": "torch's", "cuda": "CUDA's"}
     for key, value in drawn.items():
-        pair = ({key: value}, {key: seeded[key]})
-        if not randomness.equal_states(*pair) and names[key] not in facts["draws_in_step"]:
+        drew = not randomness.equal_states({key: value}, {key: seeded[key]})
+        drew |= key == "torch" and imitation.has_drawn
+        if drew and names[key] not in facts["draws_in_step"]:
             facts["draws_in_step"].append(names[key])
-    facts["batch_norms"] = batch_norms
+    facts["batch_norms"] = imitation.batch_norms
     facts["dropouts"] = [
         f"{prefix}.{name}" if prefix != "model" else name
         for prefix, module in trained.modules(state).items()

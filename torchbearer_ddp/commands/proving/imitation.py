@@ -53,6 +53,11 @@ class Imitation:
         """The rows of each rank if this is to be imitated now."""
         return self._rows if kind in self._kinds else ()
 
+    @property
+    def has_drawn(self) -> bool:
+        """True if random numbers were drawn from the ranks' streams."""
+        return self._streams.has_drawn
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Takes the place of torch's functions."""
@@ -109,6 +114,7 @@ class _RankStreams(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._imitation = imitation
         self._states: list[Any] = []
+        self.has_drawn = False
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Begins the streams."""
@@ -133,7 +139,13 @@ class _RankStreams(TorchDispatchMode):
             _set_generator_states(self._states[rank])
             mine, its = _cut_all(args, part, count), _cut_all(named, part, count)
             found.append(func(*mine, **its))
-            self._states[rank] = _generator_states()
+            after = _generator_states()
+            if all(map(torch.equal, after, self._states[rank])):
+                # torch marks functions that may draw; this one, such as a BatchNorm, has not.
+                _set_generator_states(before)
+                return func(*args, **named)
+            self._states[rank] = after
+        self.has_drawn = True
         _set_generator_states(before)
         if func._schema.is_mutable:
             whole = args[0]
@@ -145,15 +157,15 @@ class _RankStreams(TorchDispatchMode):
         return _joined_like(found, rows)
 
 
-def _generator_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _generator_states() -> list[torch.Tensor]:
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), on_gpus
+    return [torch.get_rng_state(), *on_gpus]
 
 
-def _set_generator_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+def _set_generator_states(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def _cut_all(values: Any, rows: torch.Tensor, count: int) -> Any:

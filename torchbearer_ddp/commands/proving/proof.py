@@ -21,7 +21,13 @@ class CouldNotRun(DistributedError):
 
 
 class Runner(Protocol):
-    """What can run a job."""
+    """What can run a job.
+
+    Attributes:
+        lines: What this package said on the ranks.
+    """
+
+    lines: list[str]
 
     def ranks(self, job: Job) -> list[Recording]:
         """Runs a job on its ranks."""
@@ -39,6 +45,7 @@ class Proof:
         comparison: How far the ranks are from one process.
         reasons: Why they differ, if they do.
         notes: What else there is to know, as sentences.
+        lines: What this package said on the ranks.
         explained: How far the ranks are from one process that imitates them in what the reasons
             say, if it is equal to them then.
         seconds: How long it took.
@@ -48,6 +55,7 @@ class Proof:
     comparison: Comparison
     reasons: list[Reason] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     explained: Comparison | None = None
     seconds: float = 0.0
 
@@ -63,18 +71,17 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
     ranks = runner.ranks(job)
     alone = runner.alone(job, "one process with the batches of all ranks")
     repeat = runner.alone(job, "the same once more")
-    numbers = range(1, roundings + 1)
-    rounded = [
-        runner.alone(
-            dataclasses.replace(job, rounding=number),
-            f"one process from parameters changed by rounding ({number} of {roundings})",
-        )
-        for number in numbers
-    ]
+    rounded = _rounded(runner, job, roundings)
+    changing = unreproducible(alone, repeat)
+    if changing is not None:
+        rounded = []  # what they show is not rounding
     comparison = compare(ranks, alone, rounded)
-    if (changing := unreproducible(alone, repeat)) is not None:
+    if changing is not None:
         comparison.problems.append(f"{changing} is another one each time one process runs")
-    proof = Proof(job, comparison, notes=_notes(job, ranks, alone))
+    if comparison.is_equal and (errors := _errors(ranks, alone)):
+        (where, error), *_ = errors
+        raise CouldNotRun(f"{job.script} failed {where}, which were equal: {error}")
+    proof = Proof(job, comparison, notes=_notes(job, ranks, alone), lines=runner.lines)
     if not proof.is_equal:
 
         def imitate(kinds: tuple[str, ...]) -> Comparison:
@@ -82,7 +89,8 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
             changed = dataclasses.replace(job, imitates=every)
             what = f"one process that does as the ranks do ({', '.join(kinds)})".replace("_", "")
             try:
-                found = compare(ranks, runner.alone(changed, what), rounded)
+                imitating = runner.alone(changed, what)
+                found = compare(ranks, imitating, _rounded(runner, changed, roundings))
             except CouldNotRun as error:  # the script was not made for that
                 return Comparison(problems=[str(error)])
             if found.is_equal:
@@ -95,15 +103,31 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
     return proof
 
 
+def _rounded(runner: Runner, job: Job, roundings: int) -> list[Recording]:
+    """One process from parameters that differ by rounding, so many times."""
+    return [
+        runner.alone(
+            dataclasses.replace(job, rounding=number),
+            f"one process from parameters changed by rounding ({number} of {roundings})",
+        )
+        for number in range(1, roundings + 1)
+    ]
+
+
+def _errors(ranks: Sequence[Recording], alone: Recording) -> list[tuple[str, str]]:
+    """Where the script has failed after some steps, and with what."""
+    found = []
+    for where, recordings in (("on the ranks", ranks), ("in one process", [alone])):
+        failed = [each for each in recordings if "error" in each]
+        if failed:
+            steps = len(failed[0]["steps"])
+            found.append((f"{where} after {steps} steps", str(failed[0]["error"])))
+    return found
+
+
 def _notes(job: Job, ranks: Sequence[Recording], alone: Recording) -> list[str]:
     """What the reader should know, whatever the result is."""
-    notes = []
-    errors = [("on the ranks", next((r["error"] for r in ranks if "error" in r), None))]
-    errors.append(("in one process", alone.get("error")))
-    for where, error in errors:
-        if error:
-            taken = len((alone if where == "in one process" else ranks[0])["steps"])
-            notes.append(f"the script failed {where} after {taken} steps: {error}")
+    notes = [f"the script failed {where}: {error}" for where, error in _errors(ranks, alone)]
     taken = min(len(each["steps"]) for each in (*ranks, alone))
     if taken < job.steps and not notes:
         notes.append(f"the script took {taken} steps, fewer than the {job.steps} asked for")

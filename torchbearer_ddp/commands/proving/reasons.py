@@ -59,10 +59,11 @@ def find_reasons(evidence: Evidence, imitate: Imitate) -> list[Reason]:
     for find in (_other_start, _other_data):
         if reason := find(evidence):
             return [reason]
-    if confirmed := _confirmed(evidence, imitate):
+    confirmed, possible = _imitated(evidence, imitate)
+    if confirmed:
         return confirmed
     found = [_other_settings(evidence), _other_optimizer(evidence), _different_replicas(evidence)]
-    return [each for each in found if each is not None]
+    return [*(each for each in found if each is not None), *possible]
 
 
 # The model and the data.
@@ -147,8 +148,8 @@ def _has_same_indices(evidence: Evidence, step: int) -> bool:
 # What one process can imitate.
 
 
-def _confirmed(evidence: Evidence, imitate: Imitate) -> list[Reason]:
-    """Those without which the difference is gone; and those that may be reasons, if it never is."""
+def _imitated(evidence: Evidence, imitate: Imitate) -> tuple[list[Reason], list[Reason]]:
+    """Those without which the difference is gone; or those that are there, if it stays."""
     facts = evidence.facts
     possible = {
         BATCH_NORM: facts["batch_norms"] > 0,
@@ -157,61 +158,58 @@ def _confirmed(evidence: Evidence, imitate: Imitate) -> list[Reason]:
     }
     kinds = tuple(kind for kind, is_so in possible.items() if is_so)
     if not kinds or not imitate(kinds).is_equal:
-        return []
+        return [], [_imitable(kind, evidence, is_confirmed=False) for kind in kinds]
     needed = kinds
     for kind in kinds if len(kinds) > 1 else ():
         fewer = tuple(each for each in needed if each != kind)
         if fewer and imitate(fewer).is_equal:
             needed = fewer
-    return [_TEXTS[kind](evidence) for kind in needed]
+    return [_imitable(kind, evidence, is_confirmed=True) for kind in needed], []
 
 
-def _batch_norm(evidence: Evidence) -> Reason:
-    return Reason(
+def _imitable(kind: str, evidence: Evidence, *, is_confirmed: bool) -> Reason:
+    found = {BATCH_NORM: _batch_norm, LOSS: _loss, RANDOM: _random}[kind](evidence)
+    name, what, same, remedy = found
+    ends = "it is equal to the ranks" if is_confirmed else "it still differs from the ranks"
+    return Reason(name, f"{what}. When one process {same}, {ends}. {remedy}", is_confirmed)
+
+
+def _batch_norm(evidence: Evidence) -> tuple[str, str, str, str]:
+    return (
         BATCH_NORM,
-        "BatchNorm statistics per rank: each rank normalises its part of the batch. When one "
-        "process normalises the same parts, it is equal to the ranks. Use larger batches per rank, "
-        "GroupNorm, or on GPUs SyncBatchNorm.",
-        is_confirmed=True,
+        "BatchNorm statistics per rank: each rank normalises its part of the batch",
+        "normalises the same parts",
+        "Use larger batches per rank, GroupNorm, or on GPUs SyncBatchNorm.",
     )
 
 
-def _loss(evidence: Evidence) -> Reason:
+def _loss(evidence: Evidence) -> tuple[str, str, str, str]:
     kind = evidence.facts["loss_kind"]
     taken = evidence.ranks[0]["steps"][0]["kind"]
     what = {
         "coupled": "a loss that couples its samples: each rank computes the loss of its own part",
         "sum": f"a loss that is a sum over its samples, and is taken for a {taken}",
     }.get(kind, "a loss of which it cannot be told whether it is a mean or a sum")
-    return Reason(
-        "coupled_loss" if kind == "coupled" else "loss_kind",
-        f"{what}. When one process averages the losses of the same parts, it is equal to the "
-        "ranks. See the page on losses in the documentation.",
-        is_confirmed=True,
-    )
+    name = "coupled_loss" if kind == "coupled" else "loss_kind"
+    remedy = "See the page on losses in the documentation."
+    return name, what, "averages the losses of the same parts", remedy
 
 
-def _random(evidence: Evidence) -> Reason:
+def _random(evidence: Evidence) -> tuple[str, str, str, str]:
     layers = evidence.facts["dropouts"]
     shown = layers if len(layers) < 4 else [*layers[:3], f"{len(layers) - 3} more"]
+    generators = [f"{each} generator" for each in evidence.facts["draws_in_step"]]
     what = (
-        f"dropout's random numbers ({listing(shown)})"
+        f"dropout's random numbers ({listing(shown)}): each rank draws its own"
         if layers
-        else f"random numbers that are drawn in a step (from {listing(_generators(evidence))})"
+        else f"random numbers that each rank draws in a step from {listing(generators)}"
     )
-    return Reason(
+    return (
         "dropout" if layers else "random_numbers",
-        f"{what}: each rank draws its own. With numbers that belong to the sample, one process is "
-        "equal to the ranks: --sample-streams compares that way.",
-        is_confirmed=True,
+        what,
+        "draws them for the same samples from the same streams",
+        "--sample-streams compares that way from the start.",
     )
-
-
-def _generators(evidence: Evidence) -> list[str]:
-    return [f"{each} generator" for each in evidence.facts["draws_in_step"]]
-
-
-_TEXTS = {BATCH_NORM: _batch_norm, LOSS: _loss, RANDOM: _random}
 
 
 # What is trained, and how.

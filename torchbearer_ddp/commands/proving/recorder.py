@@ -204,7 +204,7 @@ class Recorder:
         step["weight"] = gradients.loss_divisor(state) if gradients else float(step["samples"])
         step["replica"] = zlib.crc32(repr(replicas.fingerprint(named).tolist()).encode())
         step["parameters"] = {n: sketch(each) for n, each in named} if self._rank == 0 else {}
-        facts.note_step(self.recording["facts"], state, self._seeded, self._imitation.batch_norms)
+        facts.note_step(self.recording["facts"], state, self._seeded, self._imitation)
         self.recording["steps"].append(step)
         if len(self.recording["steps"]) >= self._job.steps:
             # After SyncGradients, and on every rank at the same step: nothing is left to agree on.
@@ -253,4 +253,4 @@ def change_by_one_unit(parameter: torch.Tensor, generator: torch.Generator) -> N
         return
     signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
     eps = torch.finfo(parameter.dtype).eps
-    parameter.mul_((1 + eps * signs).to(parameter.device, parameter.dtype))
+    parameter.mul_((1 + eps * signs.double()).to(parameter.device, parameter.dtype))

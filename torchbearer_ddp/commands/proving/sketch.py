@@ -12,6 +12,8 @@ import functools
 import torch
 
 _SUMS = 1024
+#: How many elements are added at once, which bounds the memory; and how far their signs move.
+_BLOCK, _ROLL = 2**20, 7919
 #: Tensors with up to so many elements are kept whole.
 WHOLE = 2048
 
@@ -26,9 +28,12 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     flat = dense.cpu().flatten()
     if flat.numel() <= WHOLE:
         return flat.clone()
-    values = flat.double() * _signs(flat.numel())
-    padded = torch.nn.functional.pad(values, (0, -flat.numel() % _SUMS))
-    return padded.view(-1, _SUMS).sum(0)
+    total = torch.zeros(_SUMS, dtype=torch.float64)
+    for number, block in enumerate(flat.split(_BLOCK)):  # type: ignore[no-untyped-call]
+        values = block.double() * _signs().roll(number * _ROLL)[: block.numel()]
+        padded = torch.nn.functional.pad(values, (0, -block.numel() % _SUMS))
+        total += padded.view(-1, _SUMS).sum(0)
+    return total
 
 
 def norm(values: torch.Tensor) -> float:
@@ -47,8 +52,8 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return 0.0 if same else float("inf")  # both became infinite, or only one of them
 
 
-@functools.lru_cache(maxsize=64)
-def _signs(count: int) -> torch.Tensor:
-    """The same signs in every process."""
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+@functools.cache
+def _signs() -> torch.Tensor:
+    """The signs of one block, the same in every process; each block takes them from elsewhere."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8) * 2 - 1

@@ -33,7 +33,7 @@ class SampleStreams(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         before = _states()
-        randomness.seed_all(randomness.mix(self._seed, zlib.crc32(repr(index).encode())))
+        _seed(randomness.mix(self._seed, zlib.crc32(repr(index).encode())))
         looks = self._looked_at < _LOOKED_AT
         seeded = _states() if looks else None
         try:
@@ -66,6 +66,13 @@ def by_sample(loader: Any, seed: int) -> None:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, done):
         # A DataLoader refuses this by its own __setattr__; its iterators have not begun.
         vars(loader)["dataset"] = SampleStreams(loader.dataset, seed)
+
+
+def _seed(seed: int) -> None:
+    """Seeds what a data set draws from; torch.manual_seed takes a millisecond, for CUDA's sake."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def _states() -> tuple[Any, Any, torch.Tensor]:

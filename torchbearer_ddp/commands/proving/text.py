@@ -9,9 +9,10 @@ from typing import Any
 
 from torchbearer_ddp.commands.proving.comparison import LIMIT, STAGES, Difference
 from torchbearer_ddp.commands.proving.proof import Proof
+from torchbearer_ddp.commands.proving.reasons import Reason
 from torchbearer_ddp.commands.words import table
 
-_COMPARED = {
+COMPARED = {
     "start": "model at the start",
     "loss": "loss",
     "gradient": "gradients",
@@ -26,9 +27,16 @@ def verdict(proof: Proof) -> str:
     steps = f"{proof.comparison.steps} step{'s' * (proof.comparison.steps != 1)}"
     if proof.is_equal:
         return f"{script}: {ranks} ranks are equal to one process over {steps}"
-    first = proof.comparison.first
-    where = "" if first is None else f", first at step {first.step}: {described(first)}"
-    return f"{script}: {ranks} ranks differ from one process{where}"
+    return f"{script}: {ranks} ranks differ from one process"
+
+
+def first_differences(proof: Proof) -> Iterator[str]:
+    """Where the ranks leave one process."""
+    first, tensor = proof.comparison.first, proof.comparison.first_tensor
+    if first is not None:
+        yield f"first difference: step {first.step}, {described(first)}"
+    if tensor is not None and tensor is not first:
+        yield f"first tensor: step {tensor.step}, {described(tensor)}"
 
 
 def described(difference: Difference) -> str:
@@ -53,8 +61,9 @@ def times(ratio: float) -> str:
 def lines(proof: Proof) -> Iterator[str]:
     """The whole report."""
     yield verdict(proof)
+    yield from (f"  {line}" for line in first_differences(proof))
     yield ""
-    yield from table(["step", *_columns(proof).values()], _rows(proof))
+    yield from table(["step", *columns(proof).values()], rows(proof))
     yield ""
     yield f"  Numbers are multiples of what rounding does; up to {LIMIT:g} is equal, ! is more."
     summary = [(stage, proof.comparison.worst(stage=stage)) for stage in STAGES]
@@ -65,34 +74,49 @@ def lines(proof: Proof) -> Iterator[str]:
         yield from ("", "Not comparable:", *(f"  - {each}" for each in proof.comparison.problems))
     if not proof.is_equal:
         yield ""
-        yield "Reasons:" if proof.reasons else f"No reason recognised. {_LOOKED_FOR}"
-        for reason in proof.reasons:
-            yield f"  - {reason.text}{' (confirmed by a run)' if reason.is_confirmed else ''}"
+        yield "Reasons:" if proof.reasons else NO_REASON
+        yield from (f"  - {reason_line(reason)}" for reason in proof.reasons)
         if proof.explained is not None:
-            yield "  Apart from that all differences are rounding."
-    notes = [*proof.notes, _FILES]
-    yield from ("", "Notes:", *(f"  - {note}" for note in notes))
+            yield f"  {APART_FROM_THAT}"
+    if proof.lines and not proof.is_equal:
+        yield from ("", "Said on the ranks:", *(f"  - {line}" for line in proof.lines))
+    yield from ("", "Notes:", *(f"  - {note}" for note in notes(proof)))
 
 
+def reason_line(reason: Reason) -> str:
+    """A reason, and whether it is certain."""
+    return f"{reason.text}{' (confirmed by a run)' if reason.is_confirmed else ''}"
+
+
+def notes(proof: Proof) -> list[str]:
+    """What else there is to know."""
+    return [*proof.notes, _FILES]
+
+
+APART_FROM_THAT = "Apart from that all differences are rounding."
 _FILES = "checkpoints and TensorBoard were off; torch.save wrote to a temporary folder"
-_LOOKED_FOR = (
-    "Looked at: the model at the start, the data of each step, BatchNorm, the kind of the loss, "
-    "random numbers, the optimizers and their settings, and whether the ranks agree."
+NO_REASON = (
+    "No reason recognised. Looked at: the model at the start, the data of each step, BatchNorm, "
+    "the kind of the loss, random numbers, the optimizers and their settings, and whether the "
+    "ranks agree."
 )
 
 
-def _columns(proof: Proof) -> dict[str, str]:
+def columns(proof: Proof) -> dict[str, str]:
+    """What there is to compare, and its title."""
     found = {each.stage for each in proof.comparison.differences}
-    return {stage: title for stage, title in _COMPARED.items() if stage in found}
+    return {stage: title for stage, title in COMPARED.items() if stage in found}
 
 
-def _rows(proof: Proof) -> Iterator[list[str]]:
+def rows(proof: Proof) -> Iterator[list[str]]:
+    """The largest difference of each step, in multiples of rounding."""
     for step in range(proof.comparison.steps):
-        worst = [proof.comparison.worst(step, stage) for stage in _columns(proof)]
-        yield [str(step), *map(_cell, worst)]
+        worst = [proof.comparison.worst(step, stage) for stage in columns(proof)]
+        yield [str(step), *map(cell, worst)]
 
 
-def _cell(difference: Difference | None) -> str:
+def cell(difference: Difference | None) -> str:
+    """One multiple of rounding; an exclamation mark before it if that is more than equal."""
     if difference is None:
         return ""
     mark = "" if difference.is_equal else "!"
@@ -101,5 +125,5 @@ def _cell(difference: Difference | None) -> str:
 
 def _summary(proof: Proof, stage: str, worst: Any) -> list[str]:
     names = {each.name for each in proof.comparison.differences if each.stage == stage}
-    shown = (f"{worst.relative:.1e}", f"{worst.relative_rounding:.1e}", _cell(worst))
-    return [_COMPARED[stage], str(len(names)), *shown, str(worst.step)]
+    shown = (f"{worst.relative:.1e}", f"{worst.relative_rounding:.1e}", cell(worst))
+    return [COMPARED[stage], str(len(names)), *shown, str(worst.step)]
