@@ -83,9 +83,9 @@ class Recorder:
         return call
 
     def _entering(self, original: Callable[..., None]) -> Callable[..., None]:
-        def enter(callbacks: Any) -> None:
+        def enter(callbacks: Any, *where: Any) -> None:
             self._runs.append(torch.initial_seed())
-            original(callbacks)
+            original(callbacks, *where)
 
         return enter
 
