@@ -181,9 +181,6 @@ def train():
 
 
 run_distributed(train)"""
-_PENALTY = """\
-def penalised(found, y):
-    return nn.functional.cross_entropy(found, y) + 0.01 * model[0].weight.square().sum()"""
 
 #: Scripts of which nothing is to be said.
 CORRECT = {
@@ -194,10 +191,6 @@ CORRECT = {
     "group_norm": script(model=_NORMALISED.format("GroupNorm(4, 16)")),
     "frozen_batch_norm": script(
         model=_NORMALISED.format("BatchNorm1d(16)"), before=_FROZEN, callbacks="Freeze(), "
-    ),
-    "weighted_sampler": script(
-        loader="DataLoader(data, 12, sampler=torch.utils.data.WeightedRandomSampler(x[:, 0].abs(), "
-        "60))"
     ),
     "distributed_sampler": script(
         options="",
@@ -210,9 +203,6 @@ CORRECT = {
         loader="DataLoader(data, 12, shuffle=True, num_workers=1, multiprocessing_context='fork')"
     ),
     "function": script(imports="from torchbearer_ddp import run_distributed", run=_FUNCTION),
-    "penalty": script(before=_PENALTY, criterion="penalised"),
-    "drop_last": script(loader="DataLoader(data, 12, shuffle=True, drop_last=True)"),
-    "probe": script(before=_PROBE.format("mean"), callbacks="Probe(), "),
     "two_runs": script(run="trial.run(1)\ntrial.run(3)\ntrial.evaluate()"),
     "steps_given": script(run="trial.for_train_steps(5).for_val_steps(3).run(4)"),
     "unseeded": script(seed=""),
