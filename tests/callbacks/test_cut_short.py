@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 import torchbearer
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,6 +11,7 @@ from torchbearer.callbacks import on_sample, on_step_training
 from tests.log_lines import LogLines
 from tests.programs import launch, short_trial
 from torchbearer_ddp import CUT_SHORT, data_parallel, rank
+from torchbearer_ddp.gradients import stragglers
 
 
 def trial_with(*callbacks, samples=40):
@@ -51,12 +53,15 @@ def test_the_launchers_trial_knows_it_too():
 
 @on_sample
 def slow_on_rank_one(state):
-    time.sleep(0.02 * rank())
+    time.sleep(0.3 * rank())
 
 
 def slow_lines():
-    with LogLines() as lines:
-        trial_with(slow_on_rank_one, samples=640).run(1)
+    """The lines of a short run, in which few steps are enough to judge."""
+    with pytest.MonkeyPatch.context() as patch, LogLines() as lines:
+        patch.setattr(stragglers, "_STEPS", 4)
+        patch.setattr(stragglers, "_ROWS", 2)
+        trial_with(slow_on_rank_one, samples=44).run(1)
     return [line for line in lines if "as long as" in line or "longer than" in line]
 
 
