@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from torchbearer_ddp.callbacks.checkpoint import Checkpoint
-from torchbearer_ddp.callbacks.cut_short import CUT_SHORT
 from torchbearer_ddp.callbacks.data import ShardData, shard
 from torchbearer_ddp.callbacks.flatten import Flatten
 from torchbearer_ddp.callbacks.gradients import SyncGradients
@@ -30,6 +29,7 @@ from torchbearer_ddp.group.collectives import (
     rank_zero_first,
     world_size,
 )
+from torchbearer_ddp.group.stop_request import CUT_SHORT
 from torchbearer_ddp.launch import auto_join as _auto_join
 from torchbearer_ddp.launch.flags import add_arguments
 from torchbearer_ddp.launch.run import run_distributed

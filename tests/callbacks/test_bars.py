@@ -33,7 +33,7 @@ def shown(verbose, epochs=EPOCHS, before=0, callbacks=()):
         callbacks=[*data_parallel(), *callbacks],
         verbose=0,
     )
-    data = TensorDataset(torch.randn(200, 3), torch.randn(200, 2))
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 2))
     trial.with_generators(DataLoader(data, 2), DataLoader(data, 2))
     if before:
         trial.run(before)
@@ -54,7 +54,7 @@ def check_passes(text, unit):
     assert "\r" not in text
     for number, line in enumerate(lines):
         epoch, letter = number // 2, "tv"[number % 2]
-        total = 200 if unit == " samples" else 100
+        total = 40 if unit == " samples" else 20
         assert re.fullmatch(
             rf"{epoch}/{EPOCHS}\({letter}\): 100% {total}/{total} "
             rf"\[\d\d:\d\d, +[\d.]+{unit}/s, .*loss=.*\]",

@@ -17,13 +17,14 @@ from torchbearer_ddp.group import membership
 
 def work():
     barrier()
-    group = membership.current()
-    group.member = dataclasses.replace(group.member, timeout=1.0)
+    group, member = membership.current(), membership.current().member
+    group.member = dataclasses.replace(member, timeout=3.0)  # for one wait
     group.past_first_step = True
     print("before", rank())
     secret = 40 + rank()
     breakpoint()
     barrier()
+    group.member = member
     print("secret", secret)
     barrier()
 
@@ -68,7 +69,7 @@ def test_one_rank_has_the_terminal_and_the_other_waits(command, rank, tmp_path):
 def _wait_longer_than_the_timeout(program, log, waits):
     """Until the other rank has said so, and then for as long as its wait could have taken."""
     until(lambda: log.exists() and waits in log.read_text(), 30)
-    program.type("import time; time.sleep(3); print('slept' * 2)\n")
+    program.type("import time; time.sleep(7); print('slept' * 2)\n")
     program.until("sleptslept")
 
 

@@ -1,10 +1,15 @@
 """How lines are made of what ranks write, and what becomes of them; without processes."""
 
+import fcntl
 import os
+import struct
+import subprocess
+import termios
 
 import pytest
 
 from tests.terminal import screen
+from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch.plan import Plan
 
@@ -37,6 +42,46 @@ def test_a_long_bar_is_shown_now_and_then(monkeypatch):
     assert stream.snapshot(start + 4) is None
     assert stream.snapshot(start + 6) == b" 20%\n"
     assert stream.snapshot(start + 7) is None
+
+
+def test_rank_zero_has_a_terminal_of_the_launchers_size(monkeypatch):
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setattr("sys.stderr", terminal)
+        shown = output.Output(Plan(member=Member(world_size=2, local_world_size=2)))
+        (first,), (second,) = shown.open_for(0), shown.open_for(1)  # one for stdout and stderr
+        assert (first.is_terminal, second.is_terminal) == (True, False)
+        for size in ((100, 40), (60, 20)):
+            fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", *size[::-1], 0, 0))
+            shown.resize()
+            assert os.get_terminal_size(first.writer) == size
+        os.write(first.writer, b"prompt> ")
+        shown.take(first)
+        os.write(second.writer, b"half a ")
+        shown.take(second)
+        os.write(second.writer, b"line\n")
+        shown.take(second)
+        for stream in (first, second):
+            stream.close_writer()
+        shown.close()
+    found = os.read(master, 1 << 16).decode()
+    assert screen(found.replace("\r\n", "\n")) == [
+        "[rank 1] half a line",
+        "[rank 0] prompt>",
+        "",
+    ]
+    os.close(master)
+
+
+def test_a_process_that_writes_for_ever_delays_no_end():
+    shown = output.Output(Plan())
+    (stream, *others) = shown.open_for(0)
+    with subprocess.Popen(["yes"], stdout=stream.writer) as endless:
+        for each in (stream, *others):
+            each.close_writer()
+        shown.close()
+        assert endless.wait(30) != 0  # by a pipe that is closed
 
 
 def test_the_screen_of_these_tests():

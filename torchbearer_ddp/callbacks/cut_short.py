@@ -8,11 +8,7 @@ from typing import Any
 import torchbearer
 
 from torchbearer_ddp.group import stop_request
-
-#: The key of ``trial.state`` that says after ``run()`` why it has ended before its last step: the
-#: name of a signal (``'SIGINT'`` after Ctrl-C), ``'callback'`` if a callback asked for it, such as
-#: EarlyStopping, or None if the run is complete.
-CUT_SHORT = torchbearer.state_key("cut_short")
+from torchbearer_ddp.group.stop_request import CUT_SHORT
 
 
 class RunEnd:

@@ -16,6 +16,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+import torchbearer
+
+#: The key of ``trial.state`` that says after ``run()`` why it has ended before its last step: the
+#: name of a signal (``'SIGINT'`` after Ctrl-C), ``'callback'`` if a callback asked for it, such as
+#: EarlyStopping, or None if the run is complete.
+CUT_SHORT = torchbearer.state_key("cut_short")
 #: A terminal or a launcher may send one request twice, to the process and to its group.
 ECHO_SECONDS = 1.0
 

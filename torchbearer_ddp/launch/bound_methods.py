@@ -11,8 +11,12 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group.stop_request import CUT_SHORT
 from torchbearer_ddp.launch.worker import Task
 from torchbearer_ddp.log import logger
+
+#: What comes back as it is.
+_PLAIN = (torchbearer.HISTORY, CUT_SHORT)
 
 
 def owner_of(worker_fn: Callable[..., Any]) -> Any:
@@ -63,15 +67,18 @@ class _TrialWorker:
 
 
 def _save(trial: torchbearer.Trial) -> dict[str, Any]:
-    """The history, and the state of every module and optimizer, by its key."""
+    """The history, how a run has ended, and the state of every module and optimizer, by its key."""
     kinds = (torch.nn.Module, torch.optim.Optimizer)
     trained = {key: each for key, each in trial.state.items() if isinstance(each, kinds)}
     states = {str(key): _on_cpu(each.state_dict()) for key, each in trained.items()}
-    return {"history": trial.state[torchbearer.HISTORY], "states": states}
+    plain = {str(key): trial.state[key] for key in _PLAIN if key in trial.state}
+    return {"plain": plain, "states": states}
 
 
 def _load(trial: torchbearer.Trial, saved: dict[str, Any]) -> None:
-    trial.state[torchbearer.HISTORY] = saved["history"]
+    for key in _PLAIN:
+        if str(key) in saved["plain"]:
+            trial.state[key] = saved["plain"][str(key)]
     for key, each in trial.state.items():
         if str(key) in saved["states"]:
             each.load_state_dict(saved["states"][str(key)])

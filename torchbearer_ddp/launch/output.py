@@ -27,6 +27,8 @@ from torchbearer_ddp.log import logger
 _SNAPSHOT_SECONDS = 60.0
 #: A longer line is shown in parts.
 _MOST_OF_A_LINE = 1 << 26
+#: More than a pipe can hold.
+_MOST_PIECES = 64
 #: So many lines of a rank that is not shown are kept for the case that it fails.
 _KEPT_LINES = 50
 
@@ -164,8 +166,10 @@ class Output:
         self._files.clear()
 
     def _drain(self, stream: _Stream) -> None:
-        while stream.source.is_open and self._read(stream):
-            pass
+        """Reads what is there; not for ever, as a process that is left may go on writing."""
+        for _ in range(_MOST_PIECES):
+            if not stream.source.is_open or not self._read(stream):
+                break
 
     # One line.
 
@@ -258,7 +262,8 @@ def prepare(plan: Plan) -> None:
         return
     try:
         Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
-        log_file(plan.log_dir, plan.member.rank).open("ab").close()
+        for index in range(plan.member.local_world_size):
+            log_file(plan.log_dir, plan.member.rank + index).open("ab").close()
     except OSError as error:
         raise ValueError(
             f"The log folder {plan.log_dir} cannot be used ({error.strerror}). Give --log-dir a "
