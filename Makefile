@@ -2,7 +2,8 @@
 # make test      every test that this machine can run, and which took longest
 # make soak      the long tests: 200 random lists of events, 200 kills, 20 launches in a row, every
 #                failing rank on every transport, 100 random interruptions, 12 seeds of every pair of
-#                options, 8 kills of every program
+#                options, 8 kills of every program, 10,000 changes of requires_grad
+# make gpu-test  equality, faults, resume, mixed precision and a benchmark on two GPUs through NCCL
 # make compat    the tests with the oldest Python and torch that are supported, and with the newest
 # make lint      ruff and mypy
 # make docs      the documentation, in docs/_build/html
@@ -21,7 +22,7 @@ NEWEST_PYTHON ?= python3.13
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 COMPAT_TESTS ?= tests
 
-.PHONY: run test lint docs bench bench-quick slurm-test soak compat compat-floor compat-newest clean
+.PHONY: run test lint docs bench bench-quick slurm-test gpu-test soak compat compat-floor compat-newest clean
 
 run: $(VENV)/examples.stamp
 	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
@@ -32,12 +33,15 @@ test: $(VENV)/test.stamp
 slurm-test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm
 
+gpu-test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -rs --timeout 600 tests/gpu
+
 soak: $(VENV)/test.stamp
 	TORCHBEARER_DDP_SOAK=200 TORCHBEARER_DDP_LAUNCHES=20 TORCHBEARER_DDP_KILLS=200 TORCHBEARER_DDP_RESUMES=100 \
 		$(BIN)/python -m pytest --timeout 3600 tests/faults/test_soak.py tests/faults/test_checkpoint_faults.py \
 		tests/faults/test_ranks.py tests/checkpoints/test_resume_fuzz.py
-	TORCHBEARER_DDP_PAIR_SEEDS=12 TORCHBEARER_DDP_PROJECT_KILLS=8 \
-		$(BIN)/python -m pytest --timeout 3600 tests/pairs tests/projects
+	TORCHBEARER_DDP_PAIR_SEEDS=12 TORCHBEARER_DDP_PROJECT_KILLS=8 TORCHBEARER_DDP_TOGGLES=10000 \
+		$(BIN)/python -m pytest --timeout 3600 tests/pairs tests/projects tests/callbacks/test_trained.py
 
 compat: compat-floor compat-newest
 

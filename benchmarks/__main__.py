@@ -16,7 +16,18 @@ from typing import Any
 
 import torch
 
-from benchmarks import hosts, launching, models, one_host, page, plots, report, single, started
+from benchmarks import (
+    gpus,
+    hosts,
+    launching,
+    models,
+    one_host,
+    page,
+    plots,
+    report,
+    single,
+    started,
+)
 from torchbearer_ddp import __version__
 
 
@@ -30,8 +41,10 @@ def machine() -> dict[str, Any]:
         ),
         platform.machine(),
     )
+    gpus_here = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "processor": model,
+        **({"GPUs": ", ".join(gpus_here)} if gpus_here else {}),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "torchbearer_ddp": __version__,
@@ -50,6 +63,8 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
         found["single process"] = single.run(4 * rounds, seconds)
     if "models" in parts:
         found["one host"] = one_host.run(names, worlds, rounds, seconds)
+    if "gpus" in parts and torch.cuda.device_count() > 1:
+        found["GPUs"] = gpus.run(gpus.large(), rounds, seconds)
     if "scaling" in parts:
         sizes = [10_000] if quick else [10_000, 100_000, 1_000_000, 10_000_000, 50_000_000]
         found["scaling"] = one_host.scaling(sizes, [2] if quick else [2, 4, 8], rounds, seconds)
@@ -69,7 +84,7 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
 
 
 def main() -> None:
-    every = ["single", "models", "scaling", "launch", "hosts", "started"]
+    every = ["single", "models", "gpus", "scaling", "launch", "hosts", "started"]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: proves that it works")
     parser.add_argument("--only", nargs="+", choices=every, default=every)

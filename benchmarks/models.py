@@ -18,12 +18,14 @@ class Case:
         build: Makes the model.
         batch: Makes inputs and targets.
         criterion: The loss.
+        device: Where all of it is.
     """
 
     title: str
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.functional.cross_entropy
+    device: str = "cpu"
 
 
 def _digits(batch: int = 32) -> tuple[torch.Tensor, torch.Tensor]:

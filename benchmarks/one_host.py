@@ -13,25 +13,29 @@ MOST_PARAMETERS = 200_000_000
 
 
 def run(names: list[str], worlds: list[int], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Measures the named models with each number of ranks."""
+    """Measures the named models with each number of ranks, on CPUs."""
     tables = []
     for world in worlds:
         for place in ("loop", "Trial"):
+            cases = [models.CASES[name] for name in names]
             found = run_distributed(
-                _measure, (names, place, rounds, seconds), nproc_per_node=world, launcher="spawn"
+                in_all_ways,
+                (cases, steps.ways(TRANSPORTS, []), place, rounds, seconds),
+                nproc_per_node=world,
+                launcher="spawn",
             )[0]
             tables += [{"ranks": world, "in a": place, **each} for each in found]
     return tables
 
 
-def _measure(names: list[str], place: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def in_all_ways(
+    cases: list[models.Case], ways: list[str], place: str, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Measures models on this rank, in a plain loop or in a Trial."""
     prepare = steps.in_a_loop if place == "loop" else steps.in_a_trial
     found = []
-    for name in names:
-        case = models.CASES[name]
-        results = measure.interleaved(
-            case, steps.ways(TRANSPORTS, []), prepare, rounds=rounds, seconds=seconds
-        )
+    for case in cases:
+        results = measure.interleaved(case, ways, prepare, rounds=rounds, seconds=seconds)
         found.append({"model": case.title, "results": results, "ratios": measure.ratios(results)})
     return found
 

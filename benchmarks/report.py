@@ -11,9 +11,10 @@ def text(found: dict[str, Any]) -> str:
     if "single process" in found:
         ratio = found["single process"]["ratio"]
         lines += ["", f"data_parallel() in a single process: {ratio:.3f} of the plain Trial's time"]
-    for table in found.get("one host", []):
-        lines += ["", f"{table['model']}, {table['ranks']} ranks, in a {table['in a']}"]
-        lines += _rows(table)
+    for part, what in (("one host", "ranks"), ("GPUs", "GPUs")):
+        for table in found.get(part, []):
+            lines += ["", f"{table['model']}, {table['ranks']} {what}, in a {table['in a']}"]
+            lines += _rows(table)
     for table in found.get("scaling", []):
         best = table["ratios"]["ours, auto"]
         lines.append(f"{table['parameters']:>12,} parameters, {table['ranks']} ranks: {best:.2f}x")

@@ -42,6 +42,13 @@ def ways(transports: list[str], compress: list[str]) -> list[str]:
     return [LOCAL, PER_PARAMETER, *DDP, *ours, *halves]
 
 
+def now() -> float:
+    """The time, once a GPU has done what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def in_a_loop(way: str, case: Case) -> Steps:
     """A plain training loop."""
     model, optimizer, x, y = _prepare(case)
@@ -50,7 +57,7 @@ def in_a_loop(way: str, case: Case) -> Steps:
     average, begin = _averaging(way, model)
 
     def run(steps: int) -> float:
-        started = time.perf_counter()
+        started = now()
         for _ in range(steps):
             optimizer.zero_grad()
             loss = case.criterion(model(x), y)
@@ -58,7 +65,7 @@ def in_a_loop(way: str, case: Case) -> Steps:
             loss.backward()
             average()
             optimizer.step()
-        return time.perf_counter() - started
+        return now() - started
 
     return run
 
@@ -75,6 +82,7 @@ def in_a_trial(way: str, case: Case) -> Steps:
     elif way != LOCAL:
         callbacks += [SyncModel(check=0), SyncGradients(**_options(way))]
     trial = torchbearer.Trial(model, optimizer, case.criterion, ["loss"], callbacks, verbose=0)
+    trial.to(case.device)
 
     def load(state: Any) -> None:
         state[torchbearer.X], state[torchbearer.Y_TRUE] = x, y
@@ -99,18 +107,19 @@ class Clock(Callback):
     seconds = 0.0
 
     def on_step_training(self, state: Any) -> None:
-        now = time.perf_counter()
-        if state[torchbearer.BATCH] + 1 == self.WARM_UP:
-            self._started = now
-        elif state[torchbearer.BATCH] >= self.WARM_UP:
-            self.seconds = now - self._started
+        batch = state[torchbearer.BATCH] + 1
+        if batch == self.WARM_UP:
+            self._started = now()
+        elif batch == state[torchbearer.STEPS]:  # a GPU must not be waited for at every step
+            self.seconds = now() - self._started
 
 
 def _prepare(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    model = case.build()
+    model = case.build().to(case.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return model, optimizer, *case.batch()
+    x, y = case.batch()
+    return model, optimizer, x.to(case.device), y.to(case.device)
 
 
 def _averaging(way: str, model: nn.Module) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -61,6 +61,11 @@ def maps(text: str) -> bool:
     return text in Path("/proc/self/maps").read_text()
 
 
+def is_mapped_by_any(name: str) -> bool:
+    """True if a running process has mapped a file of this name."""
+    return any(name.encode() in _read(pid, "maps") for pid in _pids())
+
+
 def listening_addresses(pid: int) -> list[str]:
     """The addresses that a process listens on, in hexadecimal."""
     sockets = {f"socket:[{inode}]": local for local, _, inode in _connections(pid, LISTENING)}

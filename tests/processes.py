@@ -32,6 +32,8 @@ class Program:
         environment: Variables to add.
         raw: True if the command is complete.
         before: A command to run it under, such as ``ip netns exec``.
+        terminal: A descriptor for stdin, stdout and stderr, instead of pipes.
+        pass_fds: Descriptors that it inherits.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Program:
         environment: dict[str, str] | None = None,
         raw: bool = False,
         before: tuple[str, ...] = (),
+        terminal: int | None = None,
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
@@ -48,11 +52,13 @@ class Program:
             command = (sys.executable, *python_words(*command))
         self.process = subprocess.Popen(
             [*before, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=terminal,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
             env={**clean, **(environment or {})},
             start_new_session=True,
+            pass_fds=pass_fds,
         )
         self.output: list[str] = []
         self.errors: list[str] = []
@@ -62,6 +68,7 @@ class Program:
                 (self._lines(self.process.stdout), self.output),
                 (self._lines(self.process.stderr), self.errors),
             )
+            if terminal is None
         ]
         for reader in self._readers:
             reader.start()

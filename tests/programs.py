@@ -31,7 +31,7 @@ import numpy
 import torch
 import torchbearer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchbearer.callbacks import Callback, CosineAnnealingLR, StepLR
+from torchbearer.callbacks import Callback, CosineAnnealingLR, EarlyStopping, StepLR
 
 from torchbearer_ddp import Checkpoint, add_arguments, data_parallel, run_distributed
 from torchbearer_ddp.data import randomness
@@ -105,6 +105,7 @@ def build(
         ],
         verbose=0,
     )
+    trial.to(collectives.device())
     # Forked workers notice when their rank is killed; the test's fork server would hide it.
     context = "fork" if workers else None
     return trial.with_generators(
@@ -124,12 +125,15 @@ def outcome(trial: torchbearer.Trial) -> dict[str, Any]:
     """Everything that must be the same after a resume, on this rank."""
     optimizer = trial.state[torchbearer.OPTIMIZER]
     held = optimizer.state_dict()["state"]
+    model = trial.state[torchbearer.MODEL].state_dict()
+    on_gpu = collectives.device().type == "cuda"
     return {
-        **{name: t.clone() for name, t in trial.state[torchbearer.MODEL].state_dict().items()},
-        **{f"{key}.{i}": value for i, each in held.items() for key, value in each.items()},
+        **{name: tensor.cpu().clone() for name, tensor in model.items()},
+        **{f"{key}.{i}": value.cpu() for i, each in held.items() for key, value in each.items()},
         "history": [dict(epoch) for epoch in trial.state[torchbearer.HISTORY]],
         "rates": [group["lr"] for group in optimizer.param_groups],
         "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
         "python": random.getstate(),
         "numpy": numpy.random.get_state()[1].tolist(),
     }
@@ -283,6 +287,28 @@ def train_and_hold(
     }
 
 
+def stop_early_and_hold(folder: str) -> dict[str, Any]:
+    """A run that EarlyStopping ends in its second epoch; after it the first start holds."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(8, 3)
+    data = TensorDataset(torch.randn(12, 8), torch.randint(3, (12,)))
+    never_better = EarlyStopping(monitor="loss", patience=1, min_delta=100.0)
+    callbacks = (*data_parallel(), Checkpoint(folder), never_better)
+    optimizer = GradientDescent(model.parameters(), 0.1, 0.0)
+    trial = torchbearer.Trial(
+        model, optimizer, torch.nn.CrossEntropyLoss(), ["loss"], list(callbacks), verbose=0
+    )
+    history = trial.with_train_generator(DataLoader(data, batch_size=3)).run(9)
+    result = {"epochs": len(history), "parameters": parameters(model).tolist()}
+    if restarts() == 0:
+        mark = Path(folder).parent / f"holds-0-{collectives.rank()}"
+        unfinished = mark.with_suffix(".part")
+        unfinished.write_text(json.dumps(result))
+        unfinished.rename(mark)
+        time.sleep(PATIENCE)
+    return {**result, "restarts": restarts()}
+
+
 def restarts() -> int:
     """How often Slurm has started this job again."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -341,6 +367,12 @@ def _stuck(state: Any) -> None:
     time.sleep(600)
 
 
+def _look_past_the_end(state: Any) -> None:
+    """An index error, which a GPU finds by an assertion in its kernel, after the call returned."""
+    table = torch.zeros(3, device=collectives.device())
+    state[torchbearer.X] = state[torchbearer.X] + table[torch.tensor([7], device=table.device)]
+
+
 _EVENTS: dict[str, Callable[[Any], None]] = {
     "raise": _raise,
     "kill": _kill,
@@ -352,6 +384,7 @@ _EVENTS: dict[str, Callable[[Any], None]] = {
     "freeze": _freeze,
     "exhaust": _exhaust,
     "stuck": _stuck,
+    "index": _look_past_the_end,
 }
 
 
@@ -407,8 +440,10 @@ def train_with_events(
         *(happening, report, *callbacks, *saving),
     )
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+    trial.to(collectives.device())
     trial.with_train_generator(DataLoader(data, batch_size=4), steps=steps).run(1)
-    return happening.steps, hashlib.sha256(parameters(model).numpy().tobytes()).hexdigest()
+    bits = parameters(model).cpu().numpy().tobytes()
+    return happening.steps, hashlib.sha256(bits).hexdigest()
 
 
 def exchange_steps(event: str, on: int) -> Any:

@@ -115,6 +115,7 @@ class RankPool:
         prepare: Called on every rank before each function.
         group_timeout: The timeout of the group that the ranks join.
         backend: The backend of that group.
+        device: ``cpu``, or ``cuda`` for a GPU of its own for each rank.
     """
 
     def __init__(
@@ -124,10 +125,12 @@ class RankPool:
         *,
         group_timeout: float = 30.0,
         backend: str = "gloo",
+        device: str = "cpu",
     ) -> None:
         self._backend = backend
         self._world_size = world_size
         self._prepare = prepare
+        self._device = device
         self._group_timeout = group_timeout
         self._store: Any = None
         self._processes: list[Any] = []
@@ -182,6 +185,7 @@ class RankPool:
                 self._world_size,
                 rank,
                 self._world_size,
+                device=self._device,
                 backend=self._backend,
                 timeout=self._group_timeout,
                 seed=0,

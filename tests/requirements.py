@@ -9,7 +9,10 @@ import uuid
 from typing import NoReturn
 
 import pytest
+import torch
 
+#: Set to ``cpu`` to run the tests of GPUs on CPUs with gloo, which shows that they can run at all.
+GPU_TESTS_ON = "TORCHBEARER_DDP_GPU_TESTS_ON"
 #: Set to anything but 0 where a test that cannot run is a failure, as in CI.
 NO_SKIP = "TORCHBEARER_DDP_NO_SKIP"
 _SLURM_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -51,3 +54,17 @@ def needs_network_namespaces() -> None:
     if made.returncode != 0:
         unavailable(f"no network namespaces here ({made.stderr.strip()}); allow CAP_SYS_ADMIN")
     subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def gpu_tests_on(ranks: int = 2) -> str:
+    """The device of the tests of GPUs: ``cuda``, or ``cpu`` as a stand-in.
+
+    Skips where torch sees too few GPUs, also where nothing else may be skipped: no package can
+    provide them.
+    """
+    chosen = os.environ.get(GPU_TESTS_ON, "cuda")
+    if chosen not in ("cpu", "cuda"):
+        pytest.fail(f"{GPU_TESTS_ON} is {chosen!r}: it can be cpu or cuda.")
+    if chosen == "cuda" and (found := torch.cuda.device_count()) < ranks:
+        pytest.skip(f"torch sees {found} GPUs here, and these tests need {ranks}")
+    return chosen

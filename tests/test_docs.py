@@ -239,7 +239,9 @@ def test_every_flag_has_a_row() -> None:
 
 def test_api_page_has_exactly_the_public_names() -> None:
     page = (ROOT / "docs/api.rst").read_text()
-    documented = re.findall(r"^\.\. auto(?:function|class|exception):: (\w+)", page, re.MULTILINE)
+    documented = re.findall(
+        r"^\.\. auto(?:function|class|exception|data):: (\w+)", page, re.MULTILINE
+    )
     assert sorted(documented) == sorted(torchbearer_ddp.__all__)
 
 

@@ -3,10 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from torchbearer_ddp.callbacks.checkpoint import Checkpoint
+from torchbearer_ddp.callbacks.cut_short import CUT_SHORT
 from torchbearer_ddp.callbacks.data import ShardData, shard
 from torchbearer_ddp.callbacks.flatten import Flatten
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
+from torchbearer_ddp.callbacks.mixed_precision import MixedPrecision
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.callbacks.parallel import data_parallel
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
@@ -41,12 +43,14 @@ _membership.register(_auto_join.join_by_itself, _auto_join.report_errors)
 _unsynchronised.watch_under_torchrun()
 
 __all__ = [
+    "CUT_SHORT",
     "Checkpoint",
     "CheckpointError",
     "DesyncError",
     "DistributedError",
     "Flatten",
     "LaunchError",
+    "MixedPrecision",
     "RankZeroOnly",
     "ShardData",
     "SyncGradients",

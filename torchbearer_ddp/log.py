@@ -6,8 +6,10 @@ or the root logger has a handler, messages go only there. Records have the attri
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from typing import Any
 
 logger = logging.getLogger("torchbearer_ddp")
 
@@ -37,7 +39,17 @@ class _DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
         has_other = len(logger.handlers) > 1 or (logger.propagate and logging.root.handlers)
         if not has_other:
             self.stream = sys.stderr  # the program may have replaced it
-            super().emit(record)
+            with _above_progress_bars():
+                super().emit(record)
+
+
+def _above_progress_bars() -> contextlib.AbstractContextManager[None]:
+    """Lets tqdm remove its bars from the terminal for a line, and draw them again below it."""
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if getattr(tqdm, "_instances", None) and getattr(sys.stderr, "isatty", bool)():
+        found: contextlib.AbstractContextManager[None] = tqdm.external_write_mode(sys.stderr)
+        return found
+    return contextlib.nullcontext()
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

@@ -26,7 +26,7 @@ from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import collectives, membership, stop_request
 
 
-def on_every_transport(body):
+def on_every_transport(body, timeout=60.0):
     """Runs a test on the ranks of each transport; its callbacks use that one and no other.
 
     A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
@@ -38,7 +38,7 @@ def on_every_transport(body):
 
     def test(transport_ranks):
         transport, pool = transport_ranks
-        pool.run(on_a_rank, (transport,))
+        pool.run(on_a_rank, (transport,), timeout=timeout)
 
     test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test

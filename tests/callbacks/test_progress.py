@@ -69,7 +69,7 @@ def numbers(name, in_list):
     with contextlib.nullcontext() if in_list else contextlib.redirect_stderr(shown):
         trial.run(1)
     text = re.split(r"0/1\(v\)", shown.getvalue(), maxsplit=1)
-    found = [re.findall(r"\| (\d+)/(\d+) \[.*?samples", part) for part in text]
+    found = [re.findall(r" (\d+)/(\d+) \[.*?samples", part) for part in text]
     return [sorted({(int(n), int(total)) for n, total in part} - {(0, 0)}) for part in found]
 
 

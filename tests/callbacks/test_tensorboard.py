@@ -90,6 +90,8 @@ def test_the_same_curves_on_one_rank_and_on_two(tmp_path):
             "step_time_ms/compute",
             "step_time_ms/waiting",
             "step_time_ms/moving",
+            "rank_compute_ms/median",
+            "rank_waiting_ms/max",
         ):
             assert steps(events, tag) == [2, 4, 6, 8, 10], tag
         assert curve(events, "learning_rate/group_0")[0][1] == pytest.approx(0.1)
@@ -121,6 +123,15 @@ def test_times_and_speed_add_up(tmp_path):
         whole = sum(values[step] for values in parts.values())
         assert 2 * 4 / (whole / 1000) == pytest.approx(speeds[step], rel=1e-3)
     assert sum(parts["waiting"]) > 100  # of the 400 ms by which rank one was late
+    for name, rank in (("compute", 1), ("waiting", 0)):  # rank one computes, rank zero waits
+        least, median, most, who = (
+            [value for _, value in curve(events, f"rank_{name}_ms/{kind}")][1:]
+            for kind in ("min", "median", "max", "rank_of_max")
+        )
+        assert who == [rank] * (STEPS - 1)
+        assert all(low + 50 < high for low, high in zip(least, most, strict=True))
+        middles = [(low + high) / 2 for low, high in zip(least, most, strict=True)]
+        assert median == pytest.approx(middles)
 
 
 def resumed(folder, total, state):

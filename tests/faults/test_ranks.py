@@ -1,90 +1,14 @@
 """A rank fails or freezes during training: under every launcher and transport all ranks end."""
 
-import contextlib
-import json
 import os
-import re
 import signal
-import socket
-import sys
-import time
 
 import pytest
 
-from tests.processes import Program, bound, free_port, python_words, until
+from tests.faults.failing_runs import BOUND, CAUSES, CODES, HOST, first_line, messages, running
+from tests.processes import bound, until
 
 pytestmark = pytest.mark.concurrent
-#: Every rank is gone this long after the fault, or after the timeout that finds it.
-BOUND = 8.0
-HOST = socket.gethostname()
-#: Lines that come before the fault, or are torchrun's own.
-PREAMBLE = re.compile(r", gloo on cpu|gradients: |torch/distributed/|OMP_NUM_THREADS|^\*+$|^$")
-
-
-class Run:
-    """Two ranks that train, started as a user would, in one terminal or in two."""
-
-    def __init__(self, launcher, programs):
-        self.launcher, self.programs = launcher, programs
-
-    def pids(self):
-        """The processes of the ranks, once both train."""
-        if self.launcher != "rank":
-            return self.programs[0].pids(2)
-        until(lambda: all(program.output for program in self.programs), 60)
-        return [program.process.pid for program in self.programs]
-
-    def terminal(self, rank):
-        """The program in whose output a rank's messages are."""
-        return self.programs[rank if self.launcher == "rank" else 0]
-
-    def assert_ended(self, seconds, codes):
-        """All of it is gone within the bound, with these exit codes."""
-        started = time.monotonic()
-        assert [program.code(seconds) for program in self.programs] == codes, self.text()
-        assert time.monotonic() - started < bound(seconds), self.text()
-        assert not [pid for program in self.programs for pid in program.alive()]
-
-    def text(self):
-        return "\n".join(program.text() for program in self.programs)
-
-
-@contextlib.contextmanager
-def running(launcher, transport, *, timeout=30.0, events=()):
-    flags = ("--transport", transport, "--steps", "100000", "--pause", "0.01")
-    more = ("--timeout", str(timeout), "--events", json.dumps(events))
-    command = python_words("train", *flags, *more)
-    place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()), "--rank")
-    starts = {
-        "spawn": [(*command, "--nproc-per-node", "2")],
-        "torchrun": [("-m", "torch.distributed.run", "--nproc-per-node", "2", *command)],
-        "rank": [(*command, *place, "0"), (*command, *place, "1")],
-    }[launcher]
-    with contextlib.ExitStack() as stack:
-        yield Run(
-            launcher,
-            [stack.enter_context(Program(sys.executable, *each, raw=True)) for each in starts],
-        )
-
-
-def first_line(program):
-    """What the user reads first after the lines that describe the launch."""
-    return next((line for line in program.errors if not PREAMBLE.search(line)), "")
-
-
-def messages(program):
-    """The library's own lines after those that describe the launch."""
-    lines = (line for line in program.errors if line.startswith("torchbearer_ddp: "))
-    return [line for line in lines if not PREAMBLE.search(line)]
-
-
-CAUSES = {
-    "raise": "raised ValueError: a bad sample",
-    "exit": "called sys.exit(3)",
-    "_exit": "exited with code 1 and without a result",
-    "kill": "was killed by SIGKILL",
-}
-CODES = {"raise": 1, "exit": 3, "_exit": 1, "kill": -signal.SIGKILL}
 
 
 def by_transport(*cases):

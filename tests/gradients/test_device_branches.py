@@ -14,11 +14,12 @@ from tests.ranks import run_ranks
 from tests.stand_ins import cuda, nccl
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
-from torchbearer_ddp.errors import DistributedError
+from torchbearer_ddp.errors import DistributedError, PeerLost
 from torchbearer_ddp.gradients.buckets import GradientBucket
 from torchbearer_ddp.gradients.exchange import Trained
 from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.hooks import EarlySends, Marks
+from torchbearer_ddp.gradients.host_copy import HostCopy
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.target_weights import EarlyTotal, TargetWeights
 from torchbearer_ddp.gradients.timing import Timing, clock_for
@@ -122,19 +123,29 @@ def test_a_model_on_two_gpus_of_one_process():
     assert replicas.fingerprint(model.named_parameters()).unique().numel() == 6
 
 
-@on_gpus
-def test_a_model_partly_on_the_cpu():
-    model = network("cuda:0", "cuda:0")
-    model.append(nn.Linear(6, 2))
-    reducer = reducer_of(model)
-    for parameter in model.parameters():
-        gradient = torch.full(parameter.shape, 1.0 + 2 * collectives.rank())
-        on_cpu = parameter.device.type == "cpu"
-        parameter.grad = gradient if on_cpu else cuda.CudaTensor(gradient)
-    reducer.reduce(RankReport(), Average.EQUAL)
-    for parameter in model.parameters():
-        found = getattr(parameter.grad, "on_cpu", parameter.grad)
-        assert torch.equal(found, torch.full(parameter.shape, 2.0))
+@pytest.mark.parametrize("backend", [nccl.NAME, nccl.GPU_NAME])
+def test_a_model_partly_on_the_cpu(backend):
+    def body():
+        model = network("cuda:0", "cuda:0")
+        model.append(nn.Linear(6, 2))
+        reducer = reducer_of(model)
+        for parameter in model.parameters():
+            gradient = torch.full(parameter.shape, 1.0 + 2 * collectives.rank())
+            on_cpu = parameter.device.type == "cpu"
+            parameter.grad = gradient if on_cpu else cuda.CudaTensor(gradient)
+        reducer.reduce(RankReport(), Average.EQUAL)
+        for parameter in model.parameters():
+            found = getattr(parameter.grad, "on_cpu", parameter.grad)
+            assert torch.equal(found, torch.full(parameter.shape, 2.0))
+        return len([kind for kind, *_ in nccl.behaviour.log if kind == "start"])
+
+    def on_a_rank():
+        with cuda.pretended():
+            return body()
+
+    # NCCL has nothing for tensors on the CPU: they take another way.
+    messages = 2 if backend == nccl.NAME else 1
+    assert run_ranks(on_a_rank, 2, backend=backend) == [messages] * 2
 
 
 def test_checksums_are_computed_on_the_device_and_come_back_together():
@@ -276,3 +287,24 @@ def test_a_trial_on_a_gpu_blocks_for_nothing():
     everyone = collectives.all_gather([p.on_cpu for p in model.parameters()], "parameters")
     for mine, theirs in zip(*everyone, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_header_that_does_not_come_leaves_the_host_free_to_look_around():
+    class Waiting:
+        """A wait that fails when it looks at the other ranks for the second time."""
+
+        timeout = 0.05
+        looks = 0
+
+        def poll(self):
+            self.looks += 1
+            if self.looks == 2:
+                raise PeerLost("rank 1 is dead")
+
+    with (
+        cuda.pretended() as counts,
+        mock.patch.object(cuda.Event, "query", return_value=False),
+        pytest.raises(PeerLost, match="rank 1 is dead"),
+    ):
+        HostCopy(torch.zeros(3, device="cuda:0")).receive(Waiting())
+    assert counts.blocking == []

@@ -150,6 +150,15 @@ def test_a_value_that_cannot_be_used_is_named_with_the_remedy():
         parsed(parser)
 
 
+def test_a_log_dir_of_the_script_stays_its_own():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--log-dir", default="runs")
+    parser.add_argument("--tee", type=int)
+    words = ("--log-dir", "mine", "--tee", "3", "--quiet-ranks")
+    assert parsed(parser, *words) == {"quiet_ranks": True, "slurm": {}}
+    assert parsed(argparse.ArgumentParser(), "--log-dir", "logs")["log_dir"] == "logs"
+
+
 def test_a_prefix():
     parser = own_parser()
     parser.add_argument("--host", nargs="+")

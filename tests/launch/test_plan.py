@@ -357,7 +357,9 @@ def test_a_named_launcher_needs_its_environment():
 
 
 def test_unknown_and_mistyped_arguments():
-    with pytest.raises(ValueError, match="no argument nproc; it has backend, debug, device, grace"):
+    with pytest.raises(
+        ValueError, match="no argument nproc; it has backend, debug, debug_rank, device, grace"
+    ):
         plan(nproc=2)
     with pytest.raises(ValueError, match="nproc_per_node is '2'; it must be a whole number"):
         plan(nproc_per_node="2")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from tests.programs import train_and_hold, wait_for_signal
+from tests.programs import stop_early_and_hold, train_and_hold, wait_for_signal
 from tests.slurm.conftest import LoggedLines, wait_until
 from torchbearer_ddp import WorkerError, submit_slurm
 
@@ -61,6 +62,21 @@ def test_requeue_without_a_signal_and_a_crashed_node(cluster, uninterrupted, tmp
     cluster.crash(cluster.command("scontrol", "show", "hostnames", nodes).split()[1])
     cluster.start()
     assert_same(job.results(), uninterrupted.result(), 2)
+
+
+def test_a_run_that_was_stopped_early_trains_no_further_after_a_requeue(cluster, tmp_path):
+    job = submit_slurm(
+        stop_early_and_hold,
+        args=(str(tmp_path / "checkpoints"),),
+        tasks_per_node=2,
+        folder=tmp_path / "jobs",
+        partition="fragile",
+    )
+    wait_until_held(tmp_path, ranks=2)
+    before = [json.loads((tmp_path / f"holds-0-{rank}").read_text()) for rank in range(2)]
+    assert [each["epochs"] for each in before] == [2, 2]
+    cluster.command("scontrol", "requeue", job.job_id)
+    assert job.results() == [{**each, "restarts": 1} for each in before]
 
 
 def test_preemption_by_a_job_of_a_higher_partition(cluster, uninterrupted, tmp_path):

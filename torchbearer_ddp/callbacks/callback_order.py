@@ -15,6 +15,7 @@ import torchbearer
 from torchbearer.callbacks import Callback, CallbackList
 
 from torchbearer_ddp.callbacks import scoped_trial
+from torchbearer_ddp.callbacks.cut_short import RunEnd
 from torchbearer_ddp.callbacks.hooks import define_hooks
 from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_ins
 from torchbearer_ddp.group import debug, membership, stop_request, unsynchronised
@@ -66,6 +67,7 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
 
     def __init__(self, callback_list: list[Callback]) -> None:
         self._orders: dict[str, tuple[int, list[Callback]]] = {}
+        self._run_end = RunEnd()
         super().__init__(callback_list)
 
     @classmethod
@@ -90,8 +92,9 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
             self._orders[hook] = (count, ordered)
         return ordered
 
-    def enter(self) -> None:
+    def enter(self, trial: torchbearer.Trial, method: str) -> None:
         """Calls ``enter`` of every callback of ours."""
+        self._run_end.begin(trial, method)
         for callback in self._ours():
             callback.enter()
 
@@ -106,6 +109,8 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
 
     def _call(self, hook: str, state: Any) -> None:
         debug.note_hook(hook, state)
+        if hook in ("on_start", "on_end"):
+            self._run_end.note(hook, state)
         for callback in self.in_order(hook):
             getattr(callback, hook)(state)
 

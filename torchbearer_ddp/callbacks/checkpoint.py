@@ -20,7 +20,7 @@ from torchbearer_ddp.checkpoints.runs import Runs
 from torchbearer_ddp.checkpoints.save import Moment, Saver
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule, require_positive
 from torchbearer_ddp.errors import CheckpointError
-from torchbearer_ddp.group import collectives, stop_request
+from torchbearer_ddp.group import collectives, launcher, stop_request
 from torchbearer_ddp.log import announce
 
 
@@ -267,7 +267,8 @@ class Checkpoint(OrderedCallback):
 
     def _find(self) -> tuple[str, Any]:
         self._saver.open()
-        return folder.find(self._folder, self._resume)
+        # An attempt of the same launch has saved: what was asked for was done there.
+        return folder.find(self._folder, "auto" if launcher.is_restarted() else self._resume)
 
     def _wishes_to_save(self) -> bool:
         """By rank zero's clock, or because a write has failed: the save then raises its error."""

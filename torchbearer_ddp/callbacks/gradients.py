@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +12,15 @@ from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallbac
 from torchbearer_ddp.data.run_streams import RunStreams
 from torchbearer_ddp.gradients.accumulation import Accumulation
 from torchbearer_ddp.gradients.averager import Averager
-from torchbearer_ddp.gradients.header import RankReport
+from torchbearer_ddp.gradients.header import RankReport, StepSummary
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.step_exchange import StepExchange
+from torchbearer_ddp.gradients.stragglers import Stragglers
 from torchbearer_ddp.gradients.timing import Timing
 from torchbearer_ddp.gradients.transports.torch_dist import HALVES
-from torchbearer_ddp.group import collectives, stop_request, unsynchronised
+from torchbearer_ddp.group import collectives, debug, stop_request, unsynchronised
+from torchbearer_ddp.log import announce
 
 
 class SyncGradients(OrderedCallback):
@@ -76,7 +78,7 @@ class SyncGradients(OrderedCallback):
         "on_start_training": LAST,
         "on_sample": FIRST,
         "on_criterion": LAST,
-        "on_backward": FIRST,
+        "on_backward": FIRST - 1,
         "on_step_training": LAST,
         "on_end_training": LAST + 1,
         "on_checkpoint": LAST + 1,
@@ -114,6 +116,7 @@ class SyncGradients(OrderedCallback):
             LossVerdicts(loss, weight, weighted),
         )
         self._streams = RunStreams()
+        self._stragglers = Stragglers(())
         self._is_entered = False
 
     def enter(self) -> None:
@@ -131,6 +134,9 @@ class SyncGradients(OrderedCallback):
     def on_start(self, state: Any) -> None:
         """A callback may train something of its own before the first epoch, or in evaluate."""
         self._exchange.begin(state)
+        group = self._exchange.group
+        if group is not None and self._stragglers.hosts != group.hosts:
+            self._stragglers = Stragglers(group.hosts)
 
     def on_start_training(self, state: Any) -> None:
         """In each epoch anew: layers may have been added, moved or replaced in between."""
@@ -160,6 +166,11 @@ class SyncGradients(OrderedCallback):
         # The other ranks do not know of a new request yet: all leave the loop at the next exchange.
         state[torchbearer.STOP_TRAINING] = self._exchange.step.agreed.stop
         self._note_signal()
+        # Before the first batch comes what is done between two epochs.
+        if state[torchbearer.BATCH] and collectives.is_rank_zero() and (times := self.times):
+            sentence = self._stragglers.add(times, debug.last_step() or 0)
+            if sentence is not None:
+                announce(sentence)
 
     def on_end_training(self, state: Any) -> None:
         """A request made at the last step or since has no gradient to travel with."""
@@ -239,6 +250,12 @@ class SyncGradients(OrderedCallback):
     def timing(self) -> Timing:
         """Where the time of the last step went."""
         return self.reducer.timing if self.reducer else Timing()
+
+    @property
+    def times(self) -> Sequence[float]:
+        """How long each rank took before the last exchange of this step; empty without one."""
+        agreed = self._exchange.step.agreed
+        return agreed.times if isinstance(agreed, StepSummary) else ()
 
     @property
     def reducer(self) -> Reducer | None:

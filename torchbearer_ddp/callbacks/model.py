@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.callbacks.mixed_precision import MixedPrecision
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import collectives, layouts, replicas, trained
 from torchbearer_ddp.group.join import versions
@@ -170,6 +171,9 @@ def _plan(state: Any) -> dict[str, Any]:
         "the training steps per epoch": state[torchbearer.SELF].state[torchbearer.TRAIN_STEPS],
         # Only the class of RankZeroOnly: other ranks need not have the callback inside it.
         "the callbacks": ", ".join(type(c).__name__ for c in state[torchbearer.CALLBACK_LIST]),
+        "the dtype of MixedPrecision": [
+            c.dtype for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, MixedPrecision)
+        ],
         "the metrics": str(state[torchbearer.METRIC_LIST]),
         **{name: type(each).__name__ for name, each in trained.optimizers(state).items()},
         **{f"the version of {name}": version for name, version in versions().items()},

@@ -11,7 +11,9 @@ import torchbearer
 from torch.utils.data import DataLoader, IterableDataset
 from torchbearer.callbacks import AggregatePredictions, Callback, Tqdm
 from torchbearer.trial import CallbackListInjection
+from tqdm import tqdm
 
+from torchbearer_ddp.callbacks.bars import progress_bar
 from torchbearer_ddp.callbacks.hooks import StandIn
 from torchbearer_ddp.data.loaders import share_of
 from torchbearer_ddp.group import collectives
@@ -71,6 +73,8 @@ class RankZeroBar(StandIn):
 
     def __init__(self, bar: Tqdm) -> None:
         super().__init__(bar)
+        if bar.tqdm_module is tqdm:  # made before this package was imported
+            bar.tqdm_module = progress_bar
         # A subclass of the user's counts as it likes.
         self._shown = SamplesTqdm(bar) if type(bar) is Tqdm else bar
 

@@ -41,7 +41,7 @@ def _method(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         callbacks = self.state[torchbearer.CALLBACK_LIST]
         if not self._depth:  # a callback may evaluate within a run
-            callbacks.enter()
+            callbacks.enter(self, name)
         self._depth += 1
         try:
             return original(self, *args, **kwargs)

@@ -20,6 +20,7 @@ from torchbearer.callbacks import Callback
 
 from torchbearer_ddp.callbacks.event_file import EventFile
 from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.callbacks.rank_times import RankTimes
 from torchbearer_ddp.checkpoints import contents
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
@@ -212,6 +213,7 @@ class _Speed:
     def __init__(self) -> None:
         self._since = time.perf_counter()
         self._timing: Timing | None = None
+        self._ranks = RankTimes()
         self._clear()
 
     def _clear(self) -> None:
@@ -235,6 +237,7 @@ class _Speed:
                 timing = callback.timing
                 if timing is not self._timing:  # a step that only accumulates exchanges nothing
                     self._timing = timing
+                    self._ranks.add(callback.times or [seconds])
                     moving = min(timing.moving, seconds)
                     self._moving += moving
                     # Measured on other ranks' clocks, so it may exceed this rank's time.
@@ -248,6 +251,7 @@ class _Speed:
             parts = {"compute": compute, "waiting": self._waiting, "moving": self._moving}
             for part, seconds in parts.items():
                 values[f"step_time_ms/{part}"] = 1000 * seconds / self._steps
+            values |= self._ranks.read()
         self._clear()
         return values
 

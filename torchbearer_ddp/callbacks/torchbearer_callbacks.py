@@ -125,6 +125,12 @@ class _EveryBatch(StandIn):
             self.callback.params = list(parameters)
         self.callback.on_start(state)
 
+    def on_backward(self, state: Any) -> None:
+        """A batch whose gradients are held for a later one has none, and torch clips no nothing."""
+        values = isinstance(self.callback, GradientClipping)
+        if not values or any(parameter.grad is not None for parameter in self.callback.params):
+            self.callback.on_backward(state)
+
 
 _STAND_INS: tuple[tuple[Any, type[StandIn]], ...] = (
     ((TensorBoardImages, TensorBoardProjector), GatheredTensorBoardImages),

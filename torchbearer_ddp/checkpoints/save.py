@@ -18,7 +18,7 @@ from torchbearer_ddp.checkpoints.resume import EpochTrace, data_plan
 from torchbearer_ddp.checkpoints.runs import Runs, stopped_by
 from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
-from torchbearer_ddp.group import collectives, replicas, stop_request
+from torchbearer_ddp.group import collectives, launcher, replicas, stop_request
 from torchbearer_ddp.group.join import versions
 
 
@@ -165,6 +165,7 @@ class Saver:
         def write() -> None:
             self._snapshot.wait()
             self._folder.put(payload, names, label)
+            launcher.note_saved(str(self._folder.path / names[0]))
             self._folder.remove_old(section["runs"][:-1])  # only now: the new one is durable
 
         self._writer.start(write)

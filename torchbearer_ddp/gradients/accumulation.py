@@ -7,6 +7,7 @@ nothing; right before the next backward they are put back, and backward adds to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torchbearer
 
 from torchbearer_ddp.gradients.weights import Average, counts_nothing
 from torchbearer_ddp.group import trained
+
+#: Gradients that were taken from their parameters.
+Held = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 class Accumulation:
@@ -33,7 +37,7 @@ class Accumulation:
         self._begin()
 
     def _begin(self) -> None:
-        self._held: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._held: Held = []
         self._batches_done = 0
         #: What the losses so far divide by together.
         self._total = 0.0
@@ -81,8 +85,8 @@ class Accumulation:
     def restore(self, average: Average, weight: float) -> None:
         """Puts the gradients back, right before backward adds to them."""
         if not counts_nothing(average, weight):
-            for parameter, gradient in self._held:
-                parameter.grad = self._in_units_of(weight, average, gradient)
+            for parameter, gradient in self._in_units_of(weight, average):
+                parameter.grad = gradient
             self._held, self._unit = [], weight
 
     def hold(self, state: Any, average: Average, weight: float) -> float | None:
@@ -109,13 +113,12 @@ class Accumulation:
             for parameter in _parameters(state):
                 parameter.grad = None
             weight, self._unit = 0.0, self._unit or 1.0
-        for parameter, gradient in self._held:  # it was not restored
-            added = self._in_units_of(weight, average, gradient)
+        for parameter, added in self._in_units_of(weight, average):  # it was not restored
             parameter.grad = added if parameter.grad is None else parameter.grad + added
         self._held, self._unit = [], weight or self._unit
         self._batches_done += 1
         self._total += weight
-        trained = [(p, p.grad) for p in _parameters(state) if p.grad is not None]
+        trained: Held = [(p, p.grad) for p in _parameters(state) if p.grad is not None]
         if self.goes_on(state):
             self._held = trained
             for parameter, _ in trained:
@@ -126,17 +129,25 @@ class Accumulation:
             Average.EQUAL: float(self._batches_done),
             Average.WEIGHTED: self._total / self._unit or 1.0,
         }[average]
-        for parameter, gradient in trained:
-            parameter.grad = gradient / divisor if divisor != 1.0 else gradient
+        for parameter, gradient in _each(trained, torch._foreach_div, divisor):
+            parameter.grad = gradient
         total = self._total
         self._begin()
         return total
 
-    def _in_units_of(self, weight: float, average: Average, gradient: torch.Tensor) -> torch.Tensor:
-        """A held gradient, scaled so that the gradient of a batch of this weight can be added."""
-        if average is not Average.WEIGHTED or not weight or weight == self._unit:
-            return gradient
-        return gradient * (self._unit / weight)
+    def _in_units_of(self, weight: float, average: Average) -> Held:
+        """The held gradients, scaled so that those of a batch of this weight can be added."""
+        if average is not Average.WEIGHTED or not weight:
+            return self._held
+        return _each(self._held, torch._foreach_mul, self._unit / weight)
+
+
+def _each(held: Held, operation: Callable[..., Any], number: float) -> Held:
+    """An operation with a number on all gradients: on a GPU one kernel for many of them."""
+    if number == 1.0 or not held:
+        return held
+    parameters, gradients = zip(*held, strict=True)
+    return list(zip(parameters, operation(gradients, number), strict=True))
 
 
 def _parameters(state: Any) -> list[torch.nn.Parameter]:

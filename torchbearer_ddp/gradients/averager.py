@@ -39,8 +39,6 @@ class Averager:
         #: All parameters, and those of them that are left to each rank or to torch's DDP.
         self._known: set[int] = set()
         self._left_out: frozenset[int] = frozenset()
-        #: By optimizer: the identities of all it trains, and those of them that are averaged.
-        self._own: dict[int, tuple[list[int], frozenset[int]]] = {}
         #: The group of what an optimizer trains, by the optimizer's number.
         self._groups: dict[int, int] = {}
         self._order = GradientOrder([])
@@ -78,7 +76,7 @@ class Averager:
         found = trained.parameters(state, [*self._skip, *wrapped])
         optimizers = trained.optimizers(state)
         kinds: list[Any] = [(name, *_kind(parameter)) for name, parameter in found]
-        kinds.append([id(each) for each in optimizers.values()])
+        kinds += map(id, optimizers.values())
         if kinds != self._kinds:
             before = self._known
             self.forget()
@@ -98,11 +96,9 @@ class Averager:
 
     def begin_step(self, *, sums: bool) -> None:
         """Begins a step: an average of the step before is no average of this one."""
-        self._marks.averaged.clear()
-        self._marks.before.clear()
+        self._marks.begin_step()
         if sums:  # backward must not add to them without a word
-            grads = ((id(parameter), parameter.grad) for _, parameter in self._parameters)
-            self._marks.before.update((each, grad) for each, grad in grads if grad is not None)
+            self._marks.note_before(parameter for _, parameter in self._parameters)
 
     def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass, whose gradients may travel while it runs."""
@@ -127,17 +123,19 @@ class Averager:
             return False
         expected = number in self._at_step or (not is_main and number not in self._stepped)
         self._stepped.add(number)
-        if self.has_new_gradient(own) or (expected and not done):
+        needed = self.has_new_gradient(own) or (expected and not done)
+        if needed:
             self._at_step.add(number)
-            return True
-        return False
+        return needed
 
     def has_new_gradient(self, own: frozenset[int]) -> bool:
         """True if any of these parameters has a gradient that was not averaged."""
         if self.reducer is None:
             return any(p.grad is not None for _, p in self._parameters if id(p) in own)
         return self.reducer.has_new_gradient(own) or any(
-            self._is_new(parameter) for parameter in self._outside if id(parameter) in own
+            self._marks.needs_average(parameter)
+            for parameter in self._outside
+            if id(parameter) in own
         )
 
     def reduce(
@@ -149,11 +147,7 @@ class Averager:
     ) -> StepSummary:
         """Replaces every new gradient by its average over all ranks.
 
-        Args:
-            group: The group of all ranks.
-            report: What this rank reports.
-            average: What the gradients become.
-            optimizer: The one that is about to step; None after a backward of the Trial.
+        ``optimizer`` is the one that is about to step; None after a backward of the Trial.
         """
         self._order.close()  # after the first backward the order is known
         report.site = 0 if optimizer is None else self._optimizers.number(optimizer) + 1
@@ -163,11 +157,15 @@ class Averager:
             self._flags, self._frozen = flags, zlib.crc32(bytes(flags)) % MODULUS
         report.frozen = self._frozen
         if self.reducer is None or (not self._is_current and self.reducer.is_outdated):
+            # No hook has seen this backward: it may have added to what the run before has left.
+            self._marks.note_mixed(parameter for _, parameter in self._parameters)
             self._remake(group, report)
         self._is_current = False
         if self._outside:
             report.regroup = any(
-                self._is_new(each) for each in self._outside if only is None or id(each) in only
+                self._marks.needs_average(each)
+                for each in self._outside
+                if only is None or id(each) in only
             )
         summary = self._reduce(group, report, average, only)
         if summary.regroup:
@@ -200,11 +198,11 @@ class Averager:
     def forget(self) -> None:
         """Drops all of it, also after a run that failed; the gradients stay valid."""
         self._order.close()
-        self._failed = self._failed or (self.reducer is not None and self.reducer.is_sending)
+        self._failed |= self.reducer is not None and self.reducer.is_sending
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
-        self._known, self._own = set(), {}
+        self._known = set()
         self._optimizers, self._groups = KnownOptimizers(), {}
         self._at_step, self._stepped, self._done, self._mixed = set(), set(), set(), 0
 
@@ -214,18 +212,11 @@ class Averager:
             self.reducer.close()
             self.reducer = None
 
-    def _is_new(self, parameter: torch.nn.Parameter) -> bool:
-        return self._marks.needs_average(parameter)
-
     def _take_in(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Adds parameters of an optimizer that are not known yet; returns all that are averaged."""
-        own = trained.parameters_of(optimizer)
-        listed = list(map(id, own))
-        known = self._own.get(id(optimizer))
-        if known is not None and known[0] == listed:
-            return known[1]
-        identities = frozenset(listed)
+        identities = self._optimizers.identities(optimizer)
         if not identities <= self._known:
+            own = trained.parameters_of(optimizer)
             number = self._optimizers.number(optimizer)
             name = self._optimizers.name(number)
             new = [parameter for parameter in own if id(parameter) not in self._known]
@@ -239,9 +230,7 @@ class Averager:
                 f"averaging {len(new)} more parameters, which {name} trains: they were not in the "
                 "state of the Trial or on a callback when this epoch began"
             )
-        averaged = identities - self._left_out
-        self._own[id(optimizer)] = listed, averaged
-        return averaged
+        return identities - self._left_out if self._left_out else identities
 
     def _group(self, number: int) -> int:
         """The group of an optimizer's parameters; what none of them trains is in the first."""
@@ -250,12 +239,13 @@ class Averager:
     def _reduce(
         self, group: Group, report: RankReport, average: Average, only: frozenset[int] | None
     ) -> StepSummary:
-        summary = self.reducer.reduce(report, average, only)  # type: ignore[union-attr]
+        assert self.reducer is not None
+        summary = self.reducer.reduce(report, average, only)
         self._check(group, summary)
         if max(summary.weights) > self.regular:
             # A larger one than any so far, perhaps after a first batch that was short.
             self.regular = max(summary.weights)
-            self._set_weights(group)
+            self.reducer.weights = Weights(group.member.world_size, self.regular)
         self._mixed &= ~summary.groups
         if average is Average.SUM:
             self._mixed |= summary.mixed
@@ -281,9 +271,8 @@ class Averager:
             self._agree_on_frozen()
 
     def _place(self, site: int) -> str:
-        if not site:
-            return "after a backward pass"
-        return f"before the step of {self._optimizers.name(site - 1)}"
+        name = self._optimizers.name(site - 1)
+        return f"before the step of {name}" if site else "after a backward pass"
 
     def _agree_on_frozen(self, **extra: Any) -> list[dict[str, Any]]:
         return collectives.agree(
@@ -339,10 +328,6 @@ class Averager:
             announce(self.reducer.choice)
             self._announced = True
 
-    def _set_weights(self, group: Group) -> None:
-        if self.reducer is not None:
-            self.reducer.weights = Weights(group.member.world_size, self.regular)
-
     def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
         """Gives every rank rank zero's values of parameters that appeared during the run."""
         names = [name for name, _ in self._strangers]
@@ -352,7 +337,7 @@ class Averager:
                 "every rank now has rank 0's. Make it before run(), where random numbers are equal "
                 "on all ranks"
             )
-            tensors: list[torch.Tensor] = [tensor for _, tensor in self._strangers]
+            tensors = [tensor.data for _, tensor in self._strangers]
             collectives.broadcast_tensors(tensors, "parameters that appeared during the run")
         self._strangers = []
 
@@ -360,5 +345,5 @@ class Averager:
 def _kind(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
     """What buckets depend on; a parameter at rest is frozen, with no gradient left to average."""
     rests = not parameter.requires_grad and parameter.grad is None
-    shape = parameter.shape, parameter.stride()
-    return id(parameter), parameter.dtype, parameter.device, *shape, rests
+    layout = parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+    return id(parameter), *layout, rests

@@ -38,8 +38,7 @@ def plan(
     """Distributes parameters, by index, over buckets in the order in which their gradients appear.
 
     A bucket is closed once it holds ``bucket_bytes``. The last one carries the header, and has a
-    dtype that can. With several groups it carries nothing else: which of them travel is only known
-    from the header.
+    dtype that can. Where the header must come first it carries nothing else, see :func:`is_alone`.
     """
     buckets: list[GradientBucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, int], GradientBucket] = {}
@@ -56,19 +55,29 @@ def plan(
         if bucket.numel * parameter.element_size() >= limit:
             del open_buckets[kind]
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    fit = [b for b in buckets if b.dtype in _HEADER_DTYPES and not any(groups)]
+    alone = is_alone(groups, [parameter.dtype for parameter in parameters.values()])
+    fit = [b for b in buckets if b.dtype in _HEADER_DTYPES and not alone]
     carrier = fit[-1] if fit else GradientBucket(torch.float32, device)
     carrier.header = header
     return [b for b in buckets if b is not carrier] + [carrier]
 
 
+def is_alone(groups: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
+    """True if the header must be exchanged before any gradient.
+
+    With several groups it tells which of them travel. A gradient in fp16 must not be multiplied by
+    anything but its final weight, which only the header tells: another one may leave the range.
+    """
+    return any(groups) or torch.float16 in dtypes
+
+
 def _default_bytes(device: torch.device) -> int:
-    """25 MiB for NCCL, where starting a sum is expensive; else 4 MiB.
+    """25 MiB on a GPU, where starting a sum is expensive; else 4 MiB.
 
     With gloo less is left to wait for after backward; in shared memory one bucket is summed while
     the next is filled, and both fit the cache.
     """
-    return (25 if device.type == "cuda" else 4) * _MIB
+    return (4 if device.type == "cpu" else 25) * _MIB
 
 
 def place(

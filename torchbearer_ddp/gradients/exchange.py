@@ -36,6 +36,7 @@ class Exchange:
         is_full: True if it has one for every parameter.
         average: What the gradients become.
         empty: True if this rank counts nothing.
+        factor: What this rank's gradients are multiplied by.
         indices: The parameters that take part.
         kept: Gradients, by parameter, to put back if no rank has a new one in their place.
     """
@@ -44,6 +45,7 @@ class Exchange:
     used: list[bool]
     average: Average
     empty: bool
+    factor: float = 1.0
     indices: Sequence[int] = ()
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
 

@@ -87,7 +87,7 @@ class StepSummary:
         frozen: Each rank's checksum of which parameters are frozen.
         weights: Each rank's weight.
         losses: Each rank's loss.
-        slowest: The longest any rank took since the last exchange, in seconds.
+        times: How long each rank took since the last exchange, in seconds.
         together: True if all ranks have the same step, batch, site and frozen parameters.
         marks: One number per parameter: zero if no rank has a gradient for it. To be read before
             the next exchange.
@@ -107,7 +107,7 @@ class StepSummary:
     frozen: Sequence[float]
     weights: Sequence[float]
     losses: Sequence[float]
-    slowest: float
+    times: Sequence[float]
     together: bool
     marks: numpy.typing.NDArray[numpy.float32]
     failed: Sequence[int] = ()
@@ -118,6 +118,11 @@ class StepSummary:
     wishes: int = 0
     groups: int = 0
     mixed: int = 0
+
+    @property
+    def slowest(self) -> float:
+        """The longest any rank took since the last exchange, in seconds."""
+        return max(self.times)
 
     def in_step(self, step: int) -> bool:
         """True if every rank is at this step."""
@@ -169,7 +174,7 @@ class Header:
         steps, batches, sites, frozen, weights, losses, seconds, *rare = zip(*rows, strict=True)
         first = rows[0][: len(_EQUAL)]
         summary = StepSummary(
-            *(steps, batches, sites, frozen, weights, losses, max(seconds)),
+            *(steps, batches, sites, frozen, weights, losses, seconds),
             all(row[: len(_EQUAL)] == first for row in rows),
             self._marks,
         )

@@ -42,6 +42,19 @@ class Marks:
             return True
         return parameter.grad is not view and id(parameter) not in self.averaged
 
+    def begin_step(self) -> None:
+        """Begins a step, of which nothing is known yet."""
+        self.averaged.clear()
+        self.before.clear()
+
+    def note_before(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notes the gradients at the start of a step."""
+        self.before.update((id(p), p.grad) for p in parameters if p.grad is not None)
+
+    def note_mixed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Marks gradients that were there at the start of the step, if no hook could do it."""
+        self.mixed.update(id(p) for p in parameters if p.grad is self.before.get(id(p), self))
+
     def note_average(self, identities: frozenset[int]) -> None:
         """Marks gradients as averaged."""
         self.changed -= identities

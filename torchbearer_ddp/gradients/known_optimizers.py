@@ -18,6 +18,7 @@ class KnownOptimizers:
     def __init__(self, found: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._known: dict[int, tuple[torch.optim.Optimizer, str]] = {}
         self._owner: dict[int, int] = {}
+        self._identities: dict[int, tuple[list[int], frozenset[int]]] = {}
         for number, (name, optimizer) in enumerate((found or {}).items()):
             self._known[id(optimizer)] = optimizer, name
             self.set_owner(number, trained.parameters_of(optimizer))
@@ -33,6 +34,14 @@ class KnownOptimizers:
                 f"{type(optimizer).__name__} number {len(self._known)}",
             )
         return list(self._known).index(id(optimizer))
+
+    def identities(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """The identities of all that an optimizer trains; asked at every step."""
+        listed = list(map(id, trained.parameters_of(optimizer)))
+        known = self._identities.get(id(optimizer))
+        if known is None or known[0] != listed:
+            known = self._identities[id(optimizer)] = listed, frozenset(listed)
+        return known[1]
 
     def name(self, number: int) -> str:
         """The name of an optimizer, for messages; another rank may know more of them."""

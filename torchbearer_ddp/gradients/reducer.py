@@ -80,7 +80,10 @@ class Reducer:
         }
         self._every_identity = frozenset(map(id, self._parameters))
         self._kinds = self._current_kinds()
-        self._sends_early = self._transport.overlaps and len(self._identities) == 1
+        self._header_first = layout.is_alone(
+            self._groups, [parameter.dtype for parameter in self._parameters]
+        )
+        self._sends_early = self._transport.overlaps and not self._header_first
         self._begun = False
         self._hooks = self._make_hooks()
         self._step = 0
@@ -248,7 +251,8 @@ class Reducer:
         wait = Wait(self._group, f"the gradients of exchange {self._step}")
         self._header.write(report, None if exchange.is_full else exchange.used)
         last = len(self._buckets) - 1
-        if len(self._identities) == 1:
+        exchange.factor = self.weights.of(exchange.average, report.weight)
+        if not self._header_first:
             exchange.indices = range(len(self._parameters))
             self._keep(exchange)
             self._sum(range(last + 1), sent, exchange, wait)
@@ -257,6 +261,9 @@ class Reducer:
         else:
             self._sum([last], 0, exchange, wait)
             summary = self._header.read(wait)
+            if len(self._identities) == 1:
+                summary.groups = 1
+            exchange.factor = self.weights.share(exchange.average, report.weight, summary.weights)
             chosen = [i for i in range(last) if summary.groups >> self._buckets[i].group & 1]
             exchange.indices = [i for i, g in enumerate(self._groups) if summary.groups >> g & 1]
             self._keep(exchange)
@@ -265,10 +272,9 @@ class Reducer:
         return summary
 
     def _sum(self, indices: Sequence[int], sent: int, exchange: Exchange, wait: Wait) -> None:
-        factor = self.weights.of(exchange.average, exchange.report.weight)
         for index in indices[sent:]:
             # One by one: the first is already being summed while the next is filled.
-            self._start(index, factor, exchange.empty)
+            self._start(index, exchange.factor, exchange.empty)
         for index in indices:
             self._transport.finish(index, wait)
 
@@ -291,8 +297,9 @@ class Reducer:
             raise DesyncError(problem)
 
     def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
-        average, report = exchange.average, exchange.report
-        correction = self.weights.correction(average, summary.weights)
+        correction = 1.0
+        if not self._header_first:
+            correction = self.weights.correction(exchange.average, summary.weights)
         if correction != 1.0:
             for bucket, tensor in zip(self._buckets, self._tensors, strict=True):
                 if summary.groups >> bucket.group & 1:
@@ -307,7 +314,7 @@ class Reducer:
         if self._sparse and (
             sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]
         ):
-            factor = self.weights.of(average, report.weight) * correction
+            factor = exchange.factor * correction
             sparse.reduce(sparse_used, 0.0 if exchange.empty else factor)
         if exchange.is_full:
             self._marks.note_average(self._every_identity)

@@ -81,7 +81,7 @@ class StepExchange:
         """Begins a step, in which nothing is agreed yet."""
         self.step = Step()
         self.losses.early_total.begin(self._state)
-        self.averager.begin_step(sums=self.losses.kind() == "sum")
+        self.averager.begin_step(sums=self.losses.kind() in (None, "sum"))
 
     def end(self) -> None:
         """Ends what a run has changed for the whole process; gradients get memory of their own."""

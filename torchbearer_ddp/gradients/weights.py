@@ -44,6 +44,11 @@ class Weights:
             return 1.0 / self.world_size
         return own / (self.world_size * self.regular)
 
+    def share(self, average: Average, own: float, everyones: Sequence[float]) -> float:
+        """What this rank's gradient is multiplied by where every rank's weight is known before."""
+        total = sum(everyones)
+        return own / total if average is Average.WEIGHTED and total else self.of(average, own)
+
     def correction(self, average: Average, everyones: Sequence[float]) -> float:
         """What the sum is multiplied by, now that every rank's weight is known."""
         total, expected = sum(everyones), self.world_size * self.regular

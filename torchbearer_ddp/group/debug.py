@@ -36,6 +36,17 @@ class _Progress:
     exchanged_at: float = 0.0
 
 
+class _Last:
+    """The last training step that this process has begun."""
+
+    step: int | None = None
+
+
+def last_step() -> int | None:
+    """The number of the last training step that was begun, over all epochs, from 1."""
+    return _Last.step
+
+
 #: None in a run that is not debugged.
 _progress: _Progress | None = None
 
@@ -62,7 +73,10 @@ def reporting(rank: int) -> Iterator[None]:
 
 
 def note_hook(hook: str, state: Mapping[Any, Any]) -> None:
-    """Notes that a hook is called; does nothing in a run that is not debugged."""
+    """Notes that a hook is called, if the run is debugged; and the number of a training step."""
+    if hook == "on_sample":
+        steps = max(0, state.get(torchbearer.STEPS) or 0)
+        _Last.step = state[torchbearer.EPOCH] * steps + state[torchbearer.BATCH] + 1
     if _progress is not None:
         _progress.hook, _progress.state = hook, state
 

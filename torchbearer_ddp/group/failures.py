@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from torchbearer_ddp.errors import DistributedError, LaunchError, WorkerError
-from torchbearer_ddp.group import stop_request
+from torchbearer_ddp.group import debug, stop_request
 
 #: How long exit handlers and buffers of a failed rank may take.
 _EXIT_SECONDS = 2.0
@@ -89,6 +89,7 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
         "what": "\n\n".join(filter(None, (summary(error), users_traceback(error)))),
         "exitcode": signum + 128 if signum else code if code in range(1, 256) else 1,
         "signal": signum,
+        "step": debug.last_step(),
         "launch": isinstance(error, LaunchError),
         "secondary": isinstance(error, DistributedError) and error.secondary,
         "cause": error.rank if isinstance(error, WorkerError) else None,

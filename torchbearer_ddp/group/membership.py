@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchbearer_ddp import log
-from torchbearer_ddp.group import device_backend, own_device
+from torchbearer_ddp.group import device_backend, launcher, own_device
 from torchbearer_ddp.group.network import quiet_gloo
 from torchbearer_ddp.group.rendezvous import own_connection
 from torchbearer_ddp.log import logger
@@ -23,6 +23,8 @@ from torchbearer_ddp.log import logger
 DEFAULT_TIMEOUT = 300.0
 #: The first step may compile, download or fill caches, so it may take this many timeouts.
 FIRST_STEP_TIMEOUTS = 4
+#: So long a rank may be held in a debugger, where its launcher has a terminal.
+_DEBUGGER_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -213,5 +215,6 @@ def _adopt() -> Group:
 
 
 def transport_timeout(timeout: float) -> float:
-    """The transport's own timeout, in seconds; our waits end before it."""
-    return FIRST_STEP_TIMEOUTS * timeout + 60
+    """The transport's own timeout, in seconds; our waits end before it, or last for a debugger."""
+    held = _DEBUGGER_SECONDS if launcher.TERMINAL_VARIABLE in os.environ else 0
+    return max(FIRST_STEP_TIMEOUTS * timeout + 60, held)

@@ -22,15 +22,16 @@ from typing import Any
 
 import torch
 
+from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import collectives, failures, membership, stop_request, waiting
+from torchbearer_ddp.group import collectives, failures, launcher, membership, stop_request, waiting
 from torchbearer_ddp.group.join import join, join_single, leave
 from torchbearer_ddp.launch import environments
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce
 from torchbearer_ddp.launch.devices import visible_devices
-from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message
+from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message, how_to_continue
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
 from torchbearer_ddp.log import logger
@@ -89,7 +90,9 @@ class _Process:
 
 def _leave_at_exit() -> None:
     if os.getpid() == _Process.pid:
-        _Process.signum = stop_request.received()
+        _Process.signum = signum = stop_request.received()
+        if signum and (saved := how_to_continue(launcher.newest_checkpoint())):
+            log.announce(f"stopped by {signal.Signals(signum).name}{saved}")
         leave("ended")
 
 

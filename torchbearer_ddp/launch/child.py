@@ -40,15 +40,18 @@ def read_task(descriptor: int) -> tuple[dict[str, Any], bytes]:
 
 
 if __name__ == "__main__":
-    index, parent, task, reports = map(int, sys.argv[1:])
+    index, parent, task, reports, captured = map(int, sys.argv[1:])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker runs: no traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.set_inheritable(reports, False)
+    if captured:
+        # Lines arrive as they are printed, and the last ones of a rank that dies are not lost.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     head, payload = read_task(task)
     if head["plan"]["debug"]:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker runs
     sys.path[:], sys.argv[:] = head["path"], head["argv"]
     from torchbearer_ddp.launch.rank import main
 
-    main(index, head["plan"], payload, reports)
+    main(index, head["plan"], payload, reports, captured=captured > 0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,14 @@ from torchbearer_ddp.log import logger
 _ENDING = "_torchbearer_ddp_ending"
 #: How much later a failure that another one caused is dated.
 _FOLLOWS_SECONDS = 2
+
+
+def how_to_continue(checkpoint: str | None, command: Sequence[str] = ()) -> str:
+    """What was saved by a run that was stopped, and how to go on; empty if nothing was saved."""
+    if checkpoint is None:
+        return ""
+    again = f"to continue: {shlex.join(command)}" if command else "the same command continues it"
+    return f"; saved {checkpoint}; {again}"
 
 
 def end_rank_with(plan: Plan, error: BaseException) -> None:

@@ -39,6 +39,11 @@ _LAUNCH_FLAGS: dict[str, tuple[Any, str]] = {
     "grace": (float, f"seconds to save and stop after a signal (default: {DEFAULT_GRACE:g})"),
     "seed": (int, "base seed of all random numbers (default: rank zero's own)"),
     "debug": (bool, "report where each rank is, on SIGUSR1 and when a wait fails"),
+    "log_dir": (str, "a folder for rank-0.log, rank-1.log, ...: what each rank prints"),
+    "tee": (bool, "show every line with the number of its rank, also without a terminal"),
+    "quiet_ranks": (bool, "show rank zero only"),
+    "max_restarts": (int, "how often the ranks start again after a failure (default: 0)"),
+    "debug_rank": (int, "the rank whose breakpoint() has the terminal (default: 0)"),
 }
 _SLURM_FLAGS: dict[str, tuple[Any, str]] = {
     "nodes": (int, "as for sbatch"),
@@ -59,6 +64,8 @@ _FLAGS = {**_LAUNCH_FLAGS, **_SLURM_FLAGS}
 _PLACES = "torchbearer_ddp_places"
 #: Flags whose misspelt forms hardly mean anything else.
 _DISTINCT = ("launcher", "nproc-per-node", "nnodes", "node-rank", "world-size")
+#: Where a script has an option of this name, it means something else.
+_OFTEN_THE_SCRIPTS = ("log_dir", "tee")
 _SIMILAR = 0.85
 _SHORTEST_ABBREVIATION = 5
 
@@ -67,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> argparse
     """Adds the launch flags to a parser, in one group.
 
     An option that the parser already has, such as its own ``--device``, is used instead of a new
-    one, so add the script's own options first. Abbreviated options are no longer accepted.
+    one, so add the script's own options first; only ``--log-dir`` and ``--tee`` of the script stay
+    its own. Abbreviated options are no longer accepted.
 
     Example: ::
 
@@ -109,6 +117,9 @@ def _add_flags(
         spellings = dict.fromkeys([flag(whole), f"--{whole}"])  # torchrun takes both, too
         known = parser._option_string_actions
         if found := next((known[s] for s in spellings if s in known), None):
+            if name in _OFTEN_THE_SCRIPTS:
+                places[name] = ["", None]
+                continue
             _check_usable(found, name)
             # What was not given but has a default says nothing about which ranks to start.
             places[name] = [found.dest, found.default if name in PLACEMENT_FLAGS else None]
@@ -201,7 +212,7 @@ def read_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {}
     for name in _FLAGS:
         dest, default = places.get(name, (name, None))
-        value = getattr(options, dest, None)
+        value = getattr(options, dest, None) if dest else None
         if value is not None and value != default:
             given[name] = _converted(name, value) if name in places else value
     settings = {name: given[name] for name in _LAUNCH_FLAGS if name in given}

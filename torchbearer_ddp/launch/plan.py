@@ -26,6 +26,11 @@ class Plan:
         grace: Seconds that ranks have to end by themselves after a signal.
         debug: True if ranks report where they are, see :mod:`torchbearer_ddp.group.debug`.
         slurm: The flags of a submission.
+        log_dir: The folder of a log file for each rank, or None.
+        tee: True to show every line with the number of its rank, also without a terminal.
+        quiet_ranks: True to show rank zero only.
+        max_restarts: How often the ranks start again after a failure.
+        debug_rank: The rank whose ``breakpoint()`` has the terminal.
     """
 
     launcher: str = "inline"
@@ -38,6 +43,11 @@ class Plan:
     grace: float = DEFAULT_GRACE
     debug: bool = False
     slurm: dict[str, Any] = field(default_factory=dict)
+    log_dir: str | None = None
+    tee: bool = False
+    quiet_ranks: bool = False
+    max_restarts: int = 0
+    debug_rank: int = 0
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Plan:

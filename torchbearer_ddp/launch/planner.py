@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,14 +39,42 @@ def make_plan(
         grace=given.seconds("grace", DEFAULT_GRACE),
         debug=bool(given.get("debug", environment.get(_DEBUG_VARIABLE, "") not in ("", "0"))),
         slurm=dict(given.get("slurm", {})),
+        **_supervision(launcher, given),
     ).with_member(timeout=given.seconds("timeout", DEFAULT_TIMEOUT), seed=seed)
     if launcher == "slurm":
         # Which devices there are is only known on the nodes, where these are checked.
         chosen = {name: given[name] for name in ("device", "backend") if name in given}
         return dataclasses.replace(plan, slurm={**chosen, **plan.slurm})
     started = plan.member.local_world_size if launcher == "spawn" else 1
+    if plan.debug_rank >= plan.member.world_size:
+        raise ValueError(
+            f"{given.shown('debug_rank')} but there are {plan.member.world_size} ranks: they go "
+            f"from 0 to {plan.member.world_size - 1}. Name one of them."
+        )
     device = choose_device(given, gpus, accelerator, started, plan)
     return plan.with_member(device=device, backend=choose_backend(given, device))
+
+
+def _supervision(launcher: str, given: Settings) -> dict[str, Any]:
+    """How the ranks that are started here are shown, restarted and debugged."""
+    found: dict[str, Any] = {"debug_rank": given.integer("debug_rank", 0, 0)}
+    if launcher != "spawn":
+        return found
+    restarts = given.integer("max_restarts", 0, 0)
+    if restarts and given.get("nnodes", 1) != 1:
+        raise ValueError(
+            f"{given.shown('max_restarts')} starts the ranks of one host again, but "
+            f"{given.shown('nnodes')}. Use torchrun --max-restarts, or a Slurm job, which is "
+            "requeued."
+        )
+    folder = given.get("log_dir")
+    return {
+        **found,
+        "max_restarts": restarts,
+        "log_dir": None if folder is None else os.fspath(folder),
+        "tee": bool(given.get("tee")),
+        "quiet_ranks": bool(given.get("quiet_ranks")),
+    }
 
 
 def _choose_launcher(given: Settings, environment: Mapping[str, str]) -> tuple[str, str]:

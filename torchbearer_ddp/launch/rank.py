@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import WorkerError
-from torchbearer_ddp.group import debug, failures, membership, stop_request, waiting
+from torchbearer_ddp.group import debug, failures, launcher, membership, stop_request, waiting
 from torchbearer_ddp.group.join import abandon, join, join_single, leave
 from torchbearer_ddp.group.membership import Member
-from torchbearer_ddp.launch import pickling, signals
+from torchbearer_ddp.launch import debugger, pickling, signals
 from torchbearer_ddp.launch.devices import visible_devices
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
@@ -96,10 +96,15 @@ def prepared(plan: Plan, member: Member) -> Iterator[None]:
     membership.settle()
     log.set_rank(member.rank)
     extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
-    if plan.launcher != "inline":
+    alone = plan.launcher == "inline"
+    if not alone:
         _show_crashes()
-    reporting = debug.reporting(member.rank) if plan.debug else contextlib.nullcontext()
-    with signals.handled(plan.grace, *extra), reporting:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.handled(plan.grace, *extra))
+        if plan.debug:
+            stack.enter_context(debug.reporting(member.rank))
+        if not alone:
+            stack.enter_context(debugger.offered(member.rank, plan.debug_rank))
         yield
 
 
@@ -120,11 +125,16 @@ def _show_crashes() -> None:
         faulthandler.enable(debug.STDERR)
 
 
-def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) -> NoReturn:
+def main(
+    index: int, plan_fields: dict[str, Any], payload: bytes, reports: int, *, captured: bool
+) -> NoReturn:
     """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
     plan = Plan.from_fields(plan_fields)
     rank = plan.member_at(index).rank
     membership.settle()
+    launcher.connect(reports)
+    if captured:
+        _tell_warnings()
     try:
         if plan.member.seed is not None:
             randomness.seed_all(plan.member.seed)  # for the script's module level
@@ -134,12 +144,31 @@ def main(index: int, plan_fields: dict[str, Any], payload: bytes, reports: int) 
             body = pickling.dumps(None)
         else:
             report = failures.report_of(error, rank)
-            _send(reports, report)
+            launcher.report(report, b"")
             # Exit handlers still run, but not the destructors of a group with pending messages.
             failures.exit_now(report["exitcode"])
     signum = stop_request.received()
-    _send(reports, {"kind": "result", "signal": signum}, body)
+    launcher.report({"kind": "result", "signal": signum}, body)
     failures.exit_normally(128 + signum if signum else 0)
+
+
+def _tell_warnings() -> None:
+    """Leaves it to the launcher to show warnings: those of all ranks are shown once."""
+    show = warnings.showwarning
+
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        if file is not None or not launcher.tell("warning", text=text):
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = tell
 
 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
@@ -159,8 +188,3 @@ def _pickled_result(result: Any, rank: int) -> bytes:
             "Return plain data, such as numbers, lists or tensors.",
             rank=rank,
         ) from error
-
-
-def _send(reports: int, head: dict[str, Any], body: bytes = b"") -> None:
-    with contextlib.suppress(BrokenPipeError), os.fdopen(reports, "wb") as stream:
-        stream.write(json.dumps(head).encode() + b"\n" + body)

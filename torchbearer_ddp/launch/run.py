@@ -18,17 +18,27 @@ import torch
 from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import DistributedError, LaunchError
-from torchbearer_ddp.group import collectives, membership, rendezvous, stop_request, waiting
+from torchbearer_ddp.group import (
+    collectives,
+    launcher,
+    membership,
+    rendezvous,
+    stop_request,
+    waiting,
+)
+from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
 from torchbearer_ddp.launch.bound_methods import run_elsewhere
 from torchbearer_ddp.launch.devices import visible_devices
-from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message
+from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message, how_to_continue
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.main_module import check_launch
+from torchbearer_ddp.launch.notebook import is_notebook
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
-from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings
+from torchbearer_ddp.launch.restarts import Restarts
+from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, SUPERVISED_FLAGS, Settings
 from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
 from torchbearer_ddp.launch.worker import Task
@@ -68,7 +78,8 @@ def run_distributed(
             read from ``sys.argv``.
         overrides: Values that take precedence over flags: ``launcher``, ``nproc_per_node``,
             ``nnodes``, ``node_rank``, ``world_size``, ``rank``, ``host``, ``port``, ``backend``,
-            ``device``, ``timeout``, ``seed``, ``grace``, ``debug``, ``slurm``.
+            ``device``, ``timeout``, ``seed``, ``grace``, ``debug``, ``log_dir``, ``tee``,
+            ``quiet_ranks``, ``max_restarts``, ``debug_rank``, ``slurm``.
 
     Returns:
         The results of the ranks that this call started, in the order of their ranks.
@@ -117,9 +128,16 @@ def _plan(settings: Settings) -> Plan:
     """The plan of this launch; a mistake in it ends a script with exit code 2."""
     try:
         plan = make_plan(settings, os.environ, *visible_devices())
+        output.prepare(plan)
     except (ValueError, LaunchError) as error:
         exit_with_message(error, 2)
         raise
+    ignored = [name for name in SUPERVISED_FLAGS if name in settings]
+    if ignored and plan.launcher != "spawn" and plan.member.rank == 0:
+        log.logger.info(
+            f"{', '.join(map(settings.shown, ignored))} is for ranks that this command starts "
+            f"itself (--nproc-per-node) and is ignored ({plan.reason})"
+        )
     return dataclasses.replace(plan, prefix=f"{plan.prefix}/{next(_runs)}")
 
 
@@ -147,21 +165,38 @@ def _spawn(plan: Plan, task: Task) -> list[Any]:
         # The seed that the script has set, if any, is the one that a single process would use.
         plan = plan.with_member(seed=torch.initial_seed())
 
-    def publish_failure(rank: int, text: str) -> None:
+    def publish_failure(prefix: str, rank: int, text: str) -> None:
         with contextlib.suppress(LaunchError):  # the store's host is gone, and so are its ranks
             store = base or rendezvous.connect(plan.host, plan.ports[0], _PUBLISH_SECONDS)
-            waiting.record_failure(rendezvous.run_store(store, plan.prefix), rank, text)
+            waiting.record_failure(rendezvous.run_store(store, prefix), rank, text)
 
-    threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(plan)
+    def start(number: int, variables: dict[str, str]) -> Supervisor:
+        prefix = f"{plan.prefix}/{number}" if number else plan.prefix
+        attempt = dataclasses.replace(plan, prefix=prefix)
+        publish = functools.partial(publish_failure, prefix)
+        return Supervisor(attempt, {**environment, **variables}, publish)
+
+    environment = {"OMP_NUM_THREADS": str(threads_of(plan)), **os.environ}
+    environment.update(_place_of_user())
     seconds = rendezvous.ABANDON_SECONDS
     try:
-        results = Supervisor(plan, threads, publish_failure).run(task)
+        results = Restarts(plan.max_restarts, start).run(task)
         seconds = rendezvous.LEAVE_SECONDS
         return results
     finally:
         if base is not None and plan.member.world_size > plan.member.local_world_size:
             store = rendezvous.run_store(base, plan.prefix)
             rendezvous.await_departures(store, plan.member.world_size, seconds)
+
+
+def _place_of_user() -> dict[str, str]:
+    """Variables that tell the ranks where their bars and their debugger can be seen."""
+    if is_notebook():
+        return {launcher.BARS_VARIABLE: "1"}
+    with contextlib.suppress(OSError):
+        if any(os.isatty(number) for number in (1, 2)):
+            return {launcher.TERMINAL_VARIABLE: os.ttyname(0)}
+    return {}
 
 
 def _run_here(plan: Plan, task: Task) -> Any:
@@ -183,5 +218,9 @@ def _run_here(plan: Plan, task: Task) -> Any:
         signum = stop_request.received()
         stop_request.reset()  # a later run, or a Trial outside of a worker, starts without it
     if signum:
+        # torchrun and srun have a command of their own.
+        command = sys.orig_argv if plan.launcher in ("inline", "rank") else ()
+        if saved := how_to_continue(launcher.newest_checkpoint(), command):
+            log.announce(f"stopped by {signal.Signals(signum).name}{saved}")
         raise SystemExit(128 + signum)
     return result

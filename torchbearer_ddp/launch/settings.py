@@ -8,6 +8,8 @@ from typing import Any
 
 #: Settings that name the ranks to start; any of them switches detection off.
 PLACEMENT_FLAGS = ("rank", "world_size", "nnodes", "node_rank", "nproc_per_node")
+#: Settings of the process that starts the ranks of this host, and of no other launcher.
+SUPERVISED_FLAGS = ("log_dir", "tee", "quiet_ranks", "max_restarts")
 #: What torch takes for a seed.
 _LEAST, _MOST = -(2**63), 2**64 - 1
 

@@ -7,57 +7,97 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.launch.process_group import end_group
+from torchbearer_ddp.launch.streams import RankStream
 
 _READ_BYTES = 1 << 16
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 class StartedRank:
-    """A started process that writes its report, and then its pickled result, into a pipe."""
+    """A started process that sends messages, then its report, and then its pickled result.
 
-    def __init__(self, rank: int, command: list[str], task: int, threads: int | None) -> None:
+    Args:
+        rank: Its number.
+        command: The program; the descriptors of the task and of its own connection follow.
+        task: The descriptor of the file with the task.
+        environment: All of its environment variables.
+        streams: Its stdout and stderr, one for both, or none if it has those of the launcher.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: list[str],
+        task: int,
+        environment: Mapping[str, str],
+        streams: Sequence[RankStream] = (),
+    ) -> None:
         self.rank = rank
-        self.reader, writer = os.pipe()
-        os.set_blocking(self.reader, False)
+        self.streams = streams
+        self._socket, other = socket.socketpair()
+        self._socket.setblocking(False)
+        self.reader, writer = self._socket.fileno(), other.fileno()
         self._received = bytearray()
+        #: What it has told on the way, see :mod:`torchbearer_ddp.group.launcher`.
+        self._messages: list[dict[str, Any]] = []
         #: True once it has written everything that it will write.
         self.has_reported = False
         #: True once the launcher has signalled this rank; its exit is then not a failure.
         self.ended_by_us = False
         #: Its report, see :func:`torchbearer_ddp.group.failures.report_of`; empty until it comes.
         self.report: dict[str, Any] = {}
-        environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        writers: list[int | None] = [stream.writer for stream in streams] or [None]
         # Blocked until child.py has set its handler: Python's start-up would show a traceback.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which
             # passes it on once, and the rank's own children can be ended with it.
             self.process = subprocess.Popen(
-                [*command, str(task), str(writer)],
+                [*command, str(task), str(writer), str(len(streams))],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment},
+                stdout=writers[0],
+                stderr=writers[-1],
+                env=dict(environment),
                 pass_fds=(task, writer),
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.close(writer)
+            other.close()
+            for stream in streams:
+                stream.close_writer()
 
     def read(self) -> None:
         """Takes what has arrived, so that the rank never waits for the launcher."""
         with suppress(BlockingIOError):
-            while chunk := os.read(self.reader, _READ_BYTES):
-                self._received += chunk
+            with suppress(ConnectionResetError):  # it has ended, and has not read an answer
+                while chunk := os.read(self.reader, _READ_BYTES):
+                    self._received += chunk
             self.has_reported = True
-        if not self.report and b"\n" in self._received:
+        while not self.report and b"\n" in self._received:
             line, _, self._received = self._received.partition(b"\n")
-            self.report = json.loads(line)
+            message = json.loads(line)
+            if message["kind"] in ("result", "error"):
+                self.report = message
+            else:
+                self._messages.append(message)
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """The messages that have come since the last call."""
+        while self._messages:
+            yield self._messages.pop(0)
+
+    def answer(self) -> None:
+        """Tells the rank, which waits for it, that its message was acted on."""
+        with suppress(OSError):
+            os.write(self.reader, b"\n")
 
     def has_ended(self) -> bool:
         """True once the process is gone and all that it wrote is read."""
@@ -86,7 +126,7 @@ class StartedRank:
         """Ends the process if it still runs, and closes the pipe."""
         self.kill()
         self.process.wait()
-        os.close(self.reader)
+        self._socket.close()
 
     # How it ended.
 

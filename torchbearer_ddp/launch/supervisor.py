@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,16 +20,26 @@ import cloudpickle
 
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
+from torchbearer_ddp.launch.ending import how_to_continue
+from torchbearer_ddp.launch.messages import Messages
+from torchbearer_ddp.launch.notebook import is_notebook
+from torchbearer_ddp.launch.output import Output, is_captured
 from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.restarts import Failure
 from torchbearer_ddp.launch.started_rank import StartedRank
+from torchbearer_ddp.launch.streams import RankStream
 from torchbearer_ddp.launch.worker import Task, pack
 from torchbearer_ddp.log import logger
 
 _TICK_SECONDS = 0.05
+#: While nobody reads what is shown.
+_FULL_SECONDS = 0.01
 #: After a failure the others have this long to notice and to report what they know.
 _NOTICE_SECONDS = 3.0
 #: Between two ranks that write their stacks into one terminal.
 _STACK_SECONDS = 0.05
+#: How long the last lines may take after a signal.
+_LAST_SECONDS = 2.0
 _CHILD_FILE = Path(__file__).with_name("child.py")
 
 
@@ -38,15 +48,22 @@ class Supervisor:
 
     Args:
         plan: The plan; the ranks connect to the store at its host and port.
-        threads: The CPU threads of each rank, or None if the user has set them.
+        environment: The environment variables of every rank.
         publish_failure: Called with a rank that ended without a report and what happened to it, so
             that ranks on other hosts learn of it.
     """
 
     def __init__(
-        self, plan: Plan, threads: int | None, publish_failure: Callable[[int, str], None]
+        self,
+        plan: Plan,
+        environment: Mapping[str, str],
+        publish_failure: Callable[[int, str], None],
     ) -> None:
-        self._plan, self._threads, self._publish_failure = plan, threads, publish_failure
+        self._plan, self._environment, self._publish_failure = plan, environment, publish_failure
+        #: Why this attempt has failed, once it has.
+        self.failure: Failure | None = None
+        self._output = Output(plan)
+        self._messages = Messages(plan, self._output)
         self._ranks: list[StartedRank] = []
         #: Those that have ended, in that order.
         self._ended: list[StartedRank] = []
@@ -59,6 +76,11 @@ class Supervisor:
         self._kill_at: float | None = None
         #: Until then a rank that is writing a checkpoint is left to it.
         self._write_until = 0.0
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest checkpoint that the ranks have written."""
+        return self._messages.checkpoint
 
     @property
     def _running(self) -> list[StartedRank]:
@@ -75,12 +97,13 @@ class Supervisor:
             task = stack.enter_context(_task_file(self._plan, pack(worker)))
             stack.enter_context(self._signals_forwarded())
             selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(self._close_output)  # after the ranks have ended
             for index in range(self._plan.member.local_world_size):
-                command = [sys.executable, str(_CHILD_FILE), str(index), str(os.getpid())]
-                number = self._plan.member.rank + index
-                rank = StartedRank(number, command, task.fileno(), self._threads)
+                rank = self._start(index, task.fileno())
                 stack.callback(rank.close)
                 selector.register(rank.reader, selectors.EVENT_READ, rank)
+                for stream in rank.streams:
+                    selector.register(stream.reader, selectors.EVENT_READ, stream)
                 self._ranks.append(rank)
                 if self._signal is not None:  # it came while the ranks were being started
                     self._end_all(self._signal, self._plan.grace)
@@ -89,14 +112,47 @@ class Supervisor:
                 self._watch(selector)
         return self._results()
 
-    def _watch(self, selector: selectors.BaseSelector) -> None:
+    def _start(self, index: int, task: int) -> StartedRank:
+        command = [sys.executable, str(_CHILD_FILE), str(index), str(os.getpid())]
+        number = self._plan.member.rank + index
+        streams = self._output.open_for(number) if is_captured(self._plan) else ()
+        return StartedRank(number, command, task, self._environment, streams)
+
+    def _read(self, selector: selectors.BaseSelector) -> None:
+        """Takes what the ranks have sent and printed."""
         for key, _ in selector.select(_TICK_SECONDS):
+            if isinstance(key.data, RankStream):
+                if not self._output.take(key.data):
+                    time.sleep(_FULL_SECONDS)  # it stays in the pipe, and the rank waits
+                if not key.data.is_open:
+                    selector.unregister(key.fd)
+                continue
             key.data.read()
             if key.data.has_reported:
                 selector.unregister(key.fd)
+        for rank in self._ranks:
+            self._messages.take(rank)
+        self._messages.tick()
+        self._output.tick()
+
+    def _close_output(self) -> None:
+        """Acts on the last messages, and shows the rest of what was printed."""
+        for rank in self._ranks:
+            self._messages.take(rank)
+        self._messages.close()
+        now = time.monotonic()
+        # After a signal nobody may be left to read what is shown.
+        self._output.close(
+            lambda: self._signal is not None and time.monotonic() - now > _LAST_SECONDS
+        )
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        self._read(selector)
         for rank in self._running:
             if rank.has_ended():
                 self._ended.append(rank)
+                if rank.is_failure and rank.distance <= 1:
+                    self._output.show_kept(rank.rank)
                 if rank.is_failure and rank.distance == 1:
                     self._publish_failure(rank.rank, rank.what())
                     self._end_all(signal.SIGTERM, _NOTICE_SECONDS)
@@ -162,6 +218,9 @@ class Supervisor:
 
         signums = [signal.SIGTERM, signal.SIGINT, *[signal.SIGUSR1] * self._plan.debug]
         previous = {signum: signal.signal(signum, forward) for signum in signums}
+        previous[signal.SIGWINCH] = signal.signal(
+            signal.SIGWINCH, lambda signum, frame: self._output.resize()
+        )
         try:
             yield
         finally:
@@ -175,6 +234,10 @@ class Supervisor:
         causes = [r for r in self._ended if r.is_failure and r.distance <= farthest]
         first = min(causes, key=lambda r: r.distance, default=None)
         if first is not None and not first.signal:
+            # One that was killed does not say at which step, but those that noticed do.
+            steps = [first.report.get("step"), *(r.report.get("step") for r in self._ended)]
+            step = next((each for each in steps if each is not None), None)
+            self.failure = Failure(first.what().splitlines()[0].partition(":")[0], step)
             raise first.error()
         stopped = first or next((r for r in self._ended if r.signal), None)
         if self._signal is not None:
@@ -183,7 +246,11 @@ class Supervisor:
             receiver, signum = f"rank {stopped.rank}", stopped.signal
         else:
             return [cloudpickle.loads(rank.result) for rank in self._ranks]
-        logger.warning("%s got %s, all ranks have ended", receiver, signal.Signals(signum).name)
+        command = () if is_notebook() else sys.orig_argv
+        logger.warning(
+            f"{receiver} got {signal.Signals(signum).name}, all ranks have ended"
+            f"{how_to_continue(self.checkpoint, command)}"
+        )
         raise SystemExit(128 + signum)
 
 
