@@ -43,7 +43,7 @@ class Late(TorchFunctionMode):
 @contextlib.contextmanager
 def a_late_gpu():
     late = Late()
-    synchronize = mock.patch.object(cuda._Event, "synchronize", late.deliver)
+    synchronize = mock.patch.object(cuda.Event, "synchronize", late.deliver)
     with cuda.pretended() as counts, cuda_devices.visible("GPU-a"), synchronize, late:
         counts.late = late
         yield counts

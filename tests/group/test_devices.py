@@ -218,4 +218,5 @@ def _adopted(folder):
         torch.cuda.set_device(rank)
         file = f"file://{folder}/store"
         dist.init_process_group("cpu:gloo,cuda:on_gpus", init_method=file, rank=rank, world_size=2)
+        collectives.barrier()  # a rank that ends would break the other's start
         return str(collectives.device())
