@@ -39,6 +39,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "ruff",
+            "safetensors",
             "scikit-learn",
             "tensorboard",
         ],

@@ -24,6 +24,7 @@ from benchmarks import (
     one_host,
     page,
     plots,
+    prediction,
     report,
     single,
     started,
@@ -80,11 +81,17 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
             found["as started, two hosts"] = started.on_two_hosts(
                 ["1gbit", "10gbit"], [1, 2], 2, seconds
             )
+    if "prediction" in parts:
+        times = 1 if quick else 3
+        found["prediction"] = prediction.run(["wide"] if quick else names, worlds, times)
+        if os.geteuid() == 0 and not quick:
+            links = ["1gbit", "10gbit"]
+            found["prediction"] += prediction.between_hosts(["deep", "wide", "conv"], links, times)
     return found
 
 
 def main() -> None:
-    every = ["single", "models", "gpus", "scaling", "launch", "hosts", "started"]
+    every = ["single", "models", "gpus", "scaling", "launch", "hosts", "started", "prediction"]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: proves that it works")
     parser.add_argument("--only", nargs="+", choices=every, default=every)

@@ -22,6 +22,8 @@ def text(found: dict[str, Any]) -> str:
         parts += [_heading("Two hosts"), *map(_hosts, found["two hosts"])]
     if "as started" in found:
         parts += [_heading("As users start them"), _AS_STARTED, _started(found)]
+    if "prediction" in found:
+        parts += [_heading("What doctor --script promises"), _PROMISES, _promises(found)]
     parts += [_heading("The rest"), *_rest(found)]
     return "\n\n".join(parts) + "\n"
 
@@ -35,6 +37,20 @@ _AS_STARTED = (
     "plain loop. In the tables above all ways share their processes, so DDP too has what our "
     "launcher prepares; here each has what its own launcher gives it."
 )
+
+
+_PROMISES = (
+    "Times as fast as one process: what a few steps promise, and what a long run was. For two "
+    "hosts the promise is made on one, from the size of the gradients and the speed of the link."
+)
+
+
+def _promises(found: dict[str, Any]) -> str:
+    rows = []
+    for row in found["prediction"]:
+        gains = f"{row['promised']:.2f}", f"{row['real']:.2f}"
+        rows.append([row["model"], row["where"], *gains, f"{row['error']:+.0%}"])
+    return _table(["Model", "Where", "Promised", "Long run", "Off by"], rows)
 
 
 def _machine(machine: dict[str, Any]) -> str:

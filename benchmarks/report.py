@@ -33,6 +33,11 @@ def text(found: dict[str, Any]) -> str:
     for table in found.get("as started, two hosts", []):
         place = f"two hosts, {table['ranks a host']} ranks each, {table['link']}"
         lines += ["", f"as users start them: {table['model']}, {place}", *_rows(table)]
+    for row in found.get("prediction", []):
+        lines.append(
+            f"doctor --script, {row['model']}, {row['where']}: promised {row['promised']:.2f}x, "
+            f"real {row['real']:.2f}x, off by {row['error']:+.0%}"
+        )
     return "\n".join(lines)
 
 

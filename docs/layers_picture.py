@@ -15,18 +15,21 @@ PICTURE = Path(__file__).parent / "images" / "layers.svg"
 
 #: Each folder: what it does, left edge, top, width and height in units of a column and a row.
 LAYERS = {
-    "callbacks": ("what users add to a Trial, one file per callback", 0, 0, 1, 1),
-    "launch": ("run_distributed: flags, plan, supervisor, rank", 1, 0, 1, 2),
-    "gradients": ("what is averaged, and when", 0, 1, 1, 1),
-    "gradients/transports": ("how a bucket is summed over the ranks", 0, 2, 1, 1),
-    "checkpoints": ("what is saved, where, and how a run resumes", 0, 3, 1, 1),
-    "metrics": ("metrics and predictions of all ranks", 0, 4, 1, 1),
-    "slurm": ("submission through submitit", 1, 2, 1, 3),
-    "data": ("one rank's share of the data", 0, 5, 2, 1),
-    "group": ("who the ranks are, how they meet, wait and talk", 0, 6, 2, 1),
-    ".": ("known to all", 0, 7, 2, 1),
+    "commands": ("what python -m torchbearer_ddp offers besides run", 0, 0, 2, 1),
+    "commands/proving": ("prove: a script on N ranks against one process", 0, 1, 1, 1),
+    "commands/examining": ("doctor: hosts, links, and the speed of a script", 1, 1, 1, 1),
+    "callbacks": ("what users add to a Trial, one file per callback", 0, 2, 1, 1),
+    "launch": ("run_distributed: flags, plan, supervisor, rank", 1, 2, 1, 2),
+    "gradients": ("what is averaged, and when", 0, 3, 1, 1),
+    "gradients/transports": ("how a bucket is summed over the ranks", 0, 4, 1, 1),
+    "checkpoints": ("what is saved, where, and how a run resumes", 0, 5, 1, 1),
+    "metrics": ("metrics and predictions of all ranks", 0, 6, 1, 1),
+    "slurm": ("submission through submitit", 1, 4, 1, 3),
+    "data": ("one rank's share of the data", 0, 7, 2, 1),
+    "group": ("who the ranks are, how they meet, wait and talk", 0, 8, 2, 1),
+    ".": ("known to all", 0, 9, 2, 1),
 }
-COLUMN, ROW, GAP, LINE = 490, 116, 8, 17
+COLUMN, ROW, GAP, LINE = 490, 124, 8, 17
 _STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1e293b}"
     ".name{font:600 15px ui-monospace,Menlo,Consolas,monospace}"

@@ -19,7 +19,7 @@ pytest_plugins = ["tests.concurrency"]
 #: Cheap ones first, so that a simple mistake is found at once.
 _ORDER = (
     "data", "metrics", "group", "gradients", "transports", "checkpoints", "callbacks", "tests",
-    "launch", "projects", "pairs", "faults", "slurm", "gpu",
+    "launch", "commands", "projects", "pairs", "faults", "slurm", "gpu",
 )  # fmt: skip
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
 _GRACE_SECONDS = 15.0
@@ -51,8 +51,8 @@ def _nothing_stays_behind() -> Iterator[None]:
         time.sleep(0.1)
     del os.environ[_MARK]
     assert not left, f"processes are left behind: {left}"
-    # What another program on this machine has made since, it still uses.
-    new = {name for name in _shared_memory() - shared if not proc.is_mapped_by_any(name)}
+    while (new := _unused(_shared_memory() - shared)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not new, f"shared memory is left behind: {new}"
 
 
@@ -72,6 +72,11 @@ def _environment() -> dict[str, str]:
 def _shared_memory() -> set[str]:
     """Segments and semaphores of ours, torch's and Python's; other programs have their own."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(_SEGMENTS)}
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Those that no process uses: another program on this machine may have made some since."""
+    return {name for name in names if not proc.is_mapped_by_any(name)}
 
 
 def _left_behind(mark: str) -> dict[int, str]:

@@ -18,6 +18,8 @@ class Host:
     name: str
     address: str
     interface: str
+    switch: str
+    port: str
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -27,6 +29,16 @@ class Host:
     def link(self, state: str) -> None:
         """Takes the network of this host ``down``, or ``up`` again."""
         _ip("-n", self.name, "link", "set", self.interface, state)
+
+    def isolate(self) -> None:
+        """Cuts the link between this host and others that are isolated, and no other link."""
+        words = ("link", "set", "dev", self.port, "isolated", "on")
+        _run("bridge", "-n", self.switch, *words)
+
+    def limit(self, rate: str) -> None:
+        """Lets this host send no faster than a rate, such as ``8mbit``."""
+        shape = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
+        _run(*self.command, "tc", "qdisc", "add", "dev", self.interface, "root", *shape)
 
 
 @contextlib.contextmanager
@@ -48,7 +60,9 @@ def hosts(count: int = 2) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "set", "switch", "up")
         found = []
         for index in range(count):
-            host = Host(f"tbd{mark}h{index}", f"{subnet}.{index + 1}", f"net{index}")
+            port = f"port{index}"
+            name, address = f"tbd{mark}h{index}", f"{subnet}.{index + 1}"
+            host = Host(name, address, f"net{index}", switch, port)
             _ip("netns", "add", host.name)
             made.append(host.name)
             _ip("-n", host.name, "link", "set", "lo", "up")
@@ -56,7 +70,6 @@ def hosts(count: int = 2) -> Iterator[list[Host]]:
             _ip("-n", host.name, "link", "set", "beside", "up")
             _ip("-n", host.name, "address", "add", f"192.168.{index}.1/24", "dev", "aside")
             _ip("-n", host.name, "link", "set", "aside", "up")
-            port = f"port{index}"
             _ip("-n", host.name, "link", "add", host.interface, "type", "veth", "peer", port)
             _ip("-n", host.name, "link", "set", port, "netns", switch)
             _ip("-n", switch, "link", "set", port, "master", "switch", "up")
@@ -70,5 +83,9 @@ def hosts(count: int = 2) -> Iterator[list[Host]]:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "torchbearer_ddp"
 #: itself, which exports the public names and which no module imports; ``__main__`` its commands.
 ROWS = (
     ("__main__",),
+    ("commands",),
     ("__init__",),
     ("callbacks",),
     ("launch",),
@@ -33,6 +34,7 @@ STRANGERS = {"callbacks", "launch"}
 #: Imports that a function may make, by the start of the file's path, and why.
 IN_FUNCTIONS = (
     ("launch/", "torchbearer_ddp.slurm", "it loads submitit"),
+    ("commands/export.py", "safetensors", "it is optional"),
     ("__init__.py", "torchbearer_ddp.callbacks.tensorboard", "it loads tensorboardX"),
     ("callbacks/tensorboard.py", "torch.utils.tensorboard", "it needs the tensorboard package"),
 )

@@ -347,19 +347,26 @@ def test_a_closure_without_on_backward_is_averaged_all_the_same():
     assert torch.equal(weights(closure=closure), weights())
 
 
-@on_two_ranks
-def test_a_model_wrapped_in_ddp_is_reduced_by_ddp_alone():
-    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 2))
-    gradients, ours = SyncGradients(), []
+@pytest.mark.parametrize("compiled", ["not", "inside", "outside"])
+def test_a_model_wrapped_in_ddp_is_reduced_by_ddp_alone(two_ranks, compiled):
+    def compile_if(wanted, module):
+        return torch.compile(module, backend="eager") if wanted == compiled else module
 
-    @on_step_training
-    def look(state):
-        # A second average would change nothing: what counts is that there is none to make.
-        ours.append(gradients.reducer.parameters)
+    def body():
+        inner = compile_if("inside", nn.Linear(6, 2))
+        model = compile_if("outside", nn.parallel.DistributedDataParallel(inner))
+        gradients, ours = SyncGradients(), []
 
-    train(model, [SyncModel(), gradients, look], steps=3)
-    assert ours == [0, 0, 0]
-    assert_replicas_equal(model)
+        @on_step_training
+        def look(state):
+            # A second average would change nothing: what counts is that there is none to make.
+            ours.append(gradients.reducer.parameters)
+
+        train(model, [SyncModel(), gradients, look], steps=3)
+        assert ours == [0, 0, 0]
+        assert_replicas_equal(model)
+
+    two_ranks.run(body)
 
 
 @on_two_ranks

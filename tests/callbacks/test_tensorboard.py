@@ -259,6 +259,31 @@ def test_logging_changes_nothing_in_the_training(tmp_path):
     assert read(tmp_path).Tags()["graph"]
 
 
+def compiled_whole():
+    return torch.compile(network(), backend="eager")
+
+
+def compiled_in_part():
+    return nn.Sequential(nn.Identity(), torch.compile(network(), backend="eager"))
+
+
+def compiled_in_place():
+    model = network()
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("make", [compiled_whole, compiled_in_part, compiled_in_place])
+def test_a_compiled_model_has_its_graph(tmp_path, make, recwarn):
+    model = make()
+    trial_with(TensorBoard(tmp_path), model=model).run(1)
+    assert read(tmp_path).Tags()["graph"]
+    assert [w for w in recwarn if "graph" in str(w.message)] == []
+    assert any("_orig_mod" in name for name in model.state_dict()) is (
+        make is not compiled_in_place
+    )
+
+
 class Untraceable(nn.Module):
     def __init__(self):
         super().__init__()

@@ -12,7 +12,9 @@ from torchbearer.callbacks import Callback
 
 from tests.programs import Stopped, assert_same, failing, outcome
 from tests.ranks import RankPool, ranks
+from tests.stand_ins import cuda_devices
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, data_parallel
+from torchbearer_ddp.checkpoints import rank_state
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import DistributedError
@@ -188,3 +190,38 @@ def monitored_array(folder):
 def test_an_error_on_rank_zero_alone_is_raised_on_all(tmp_path, body):
     with RankPool(2) as pool:
         pool.run(functools.partial(body, tmp_path))
+
+
+@ranks(2)
+def test_each_rank_is_sent_its_own_part_alone(tmp_path):
+    def find():
+        parts = [{"packed": torch.full((3,), float(rank))} for rank in range(2)]
+        return "a/file", {"model": {}, "torchbearer_ddp": {"world_size": 2, "ranks": parts}}
+
+    def changed():
+        path, payload = find()
+        payload["torchbearer_ddp"]["ranks"] *= 2  # of a run on four ranks
+        return path, payload
+
+    rank = collectives.rank()
+    path, payload = rank_state.sent_by_rank_zero(find, "a checkpoint")
+    assert path == "a/file"
+    (own,) = payload["torchbearer_ddp"]["ranks"].items()
+    assert own[0] == rank
+    assert own[1]["packed"].tolist() == [rank] * 3
+    _, payload = rank_state.sent_by_rank_zero(changed, "a checkpoint")
+    assert payload["torchbearer_ddp"] == {"world_size": 2}
+    assert rank_state.sent_by_rank_zero(lambda: ("", None), "a checkpoint") == ("", None)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_run_that_continues_on_another_kind_of_device_is_told(tmp_path, changed):
+    with pytest.raises(Stopped):
+        images(Checkpoint(tmp_path, every_steps=1), failing(3)).run(2)
+    finish_writing()
+    with cuda_devices.visible(*["GPU-a"] * changed), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        images(Checkpoint(tmp_path)).run(2)
+    told = [str(w.message) for w in found if "saved by a run on the CPU" in str(w.message)]
+    assert len(told) == changed
+    assert all("continues on cuda" in text for text in told)

@@ -14,11 +14,12 @@ from tests.ranks import run_ranks
 from tests.stand_ins import cuda, nccl
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
-from torchbearer_ddp.errors import DistributedError
+from torchbearer_ddp.errors import DistributedError, PeerLost
 from torchbearer_ddp.gradients.buckets import GradientBucket
 from torchbearer_ddp.gradients.exchange import Trained
 from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.hooks import EarlySends, Marks
+from torchbearer_ddp.gradients.host_copy import HostCopy
 from torchbearer_ddp.gradients.reducer import Options, Reducer
 from torchbearer_ddp.gradients.target_weights import EarlyTotal, TargetWeights
 from torchbearer_ddp.gradients.timing import Timing, clock_for
@@ -286,3 +287,24 @@ def test_a_trial_on_a_gpu_blocks_for_nothing():
     everyone = collectives.all_gather([p.on_cpu for p in model.parameters()], "parameters")
     for mine, theirs in zip(*everyone, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_header_that_does_not_come_leaves_the_host_free_to_look_around():
+    class Waiting:
+        """A wait that fails when it looks at the other ranks for the second time."""
+
+        timeout = 0.05
+        looks = 0
+
+        def poll(self):
+            self.looks += 1
+            if self.looks == 2:
+                raise PeerLost("rank 1 is dead")
+
+    with (
+        cuda.pretended() as counts,
+        mock.patch.object(cuda.Event, "query", return_value=False),
+        pytest.raises(PeerLost, match="rank 1 is dead"),
+    ):
+        HostCopy(torch.zeros(3, device="cuda:0")).receive(Waiting())
+    assert counts.blocking == []

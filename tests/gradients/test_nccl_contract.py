@@ -163,6 +163,14 @@ def test_an_error_that_nccl_reports_of_another_rank(tmp_path):
 
 
 @on_stand_in
+def test_an_assertion_on_the_device_is_this_ranks_own_error():
+    transport, _ = make("auto", [bucket(10)])
+    nccl.behaviour.device_error = torch.AcceleratorError("device-side assert triggered")
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        add_up(transport)
+
+
+@on_stand_in
 def test_messages_start_in_one_order_whatever_appears_first():
     model = network()
     reducer = reducer_of(model, bucket_bytes=64)

@@ -1,5 +1,6 @@
 """Tensors of every layout: sent and copied with their strides, written into whatever they are."""
 
+import copy
 import io
 
 import pytest
@@ -125,3 +126,60 @@ def test_an_optimizer_s_state_gets_the_strides_of_its_parameters():
     held = optimizer.state[model.weight]["exp_avg"]
     assert held.stride() == model.weight.stride()
     assert torch.equal(held, expected)
+
+
+def stepped(optimizer, model):
+    """A step, after which there is a state."""
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_a_rate_in_a_tensor_stays_that_tensor():
+    """A captured graph reads the memory of the rate and of the state."""
+    model = torch.nn.Linear(3, 2)
+    rate, beta = torch.tensor(0.1), torch.tensor(0.9)
+    made = {"betas": (beta, torch.tensor(0.99)), "fused": True}
+    optimizer = stepped(torch.optim.Adam(model.parameters(), lr=rate, **made), model)
+    saved = copy.deepcopy(optimizer.state_dict())
+    average = optimizer.state[model.weight]["exp_avg"]
+    expected = average.clone()
+    optimizer.param_groups[0]["capturable"] = True  # it takes no steps on the CPU
+    rate.fill_(7.0)
+    beta.fill_(7.0)
+    average.fill_(7.0)
+    layouts.load_optimizer(optimizer, saved)
+    (group,) = optimizer.param_groups
+    assert group["lr"] is rate
+    assert group["betas"][0] is beta
+    assert optimizer.state[model.weight]["exp_avg"] is average
+    assert (rate.item(), beta.item()) == (pytest.approx(0.1), pytest.approx(0.9))
+    assert torch.equal(average, expected)
+    assert saved["param_groups"][0]["lr"] is not rate
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"capturable": True}, {"capturable": False}),  # saved on a GPU, continued on the CPU
+        ({"fused": True}, {"foreach": True}),
+        ({"foreach": True}, {"fused": True}),
+        ({"lr": torch.tensor(0.5), "fused": True}, {"lr": 0.1, "foreach": True}),
+        ({"lr": 0.5}, {"lr": torch.tensor(0.1), "fused": True}),
+    ],
+)
+def test_how_a_step_is_computed_is_the_live_optimizer_s_choice(then, now):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    saved = stepped(torch.optim.Adam(model.parameters(), lr=0.5), model).state_dict()
+    saved["param_groups"][0].update(then)
+    optimizer = torch.optim.Adam(model.parameters(), **now)
+    layouts.load_optimizer(optimizer, saved)
+    (group,) = optimizer.param_groups
+    chosen = {name: group[name] for name in ("fused", "foreach", "capturable")}
+    assert chosen == {name: now.get(name, group[name]) for name in chosen}
+    assert chosen["capturable"] is False
+    assert type(group["lr"]) is type(now.get("lr", 0.5))
+    assert float(group["lr"]) == 0.5
+    stepped(optimizer, model)
+    assert int(optimizer.state[model.weight]["step"]) == 2

@@ -33,9 +33,9 @@ SLURM = {
 }
 
 
-def plan(command="", environment=None, gpus=0, **overrides):
+def plan(command="", environment=None, gpus=0, accelerator="", **overrides):
     settings = merge(read_flags(command.split()), overrides)
-    return make_plan(settings, environment or {}, gpus)
+    return make_plan(settings, environment or {}, gpus, accelerator)
 
 
 def devices(found, gpus):
@@ -206,6 +206,44 @@ def test_device_by_local_rank_under_torchrun_and_slurm():
     assert devices(plan("", SLURM, gpus=2), 2) == ["cuda:1"]
     # Slurm's --gpus-per-task shows each task one GPU, which then is number 0.
     assert devices(plan("", SLURM, gpus=1), 1) == ["cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("command", "accelerator", "device"),
+    [
+        ("", "xpu", "xpu"),
+        ("", "mps", "mps"),
+        ("--device xpu:1", "xpu", "xpu:1"),
+        ("--device mps", "mps", "mps"),
+        ("--device cpu", "mps", "cpu"),
+        ("--nproc-per-node 2", "mps", "cpu"),
+        ("--nproc-per-node 1", "xpu", "xpu"),
+    ],
+)
+def test_one_process_may_use_another_accelerator(command, accelerator, device):
+    found = plan(command, accelerator=accelerator)
+    assert (found.member.device, found.member.backend) == (device, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("command", "environment"),
+    [
+        ("--nproc-per-node 2 --device mps", {}),
+        ("--world-size 2 --rank 1 --host h --device mps", {}),
+        ("--device mps", TORCHRUN),
+        ("--device mps", SLURM),
+    ],
+)
+def test_several_ranks_on_another_accelerator_are_refused_at_the_plan(command, environment):
+    complaint = "--device is mps but there are . ranks: .*Use --device cpu, or one process"
+    with pytest.raises(ValueError, match=complaint):
+        plan(command, environment, accelerator="mps")
+
+
+@pytest.mark.parametrize("accelerator", ["", "xpu"])
+def test_an_accelerator_that_is_not_there(accelerator):
+    with pytest.raises(ValueError, match="--device is mps but torch sees no mps device"):
+        plan("--device mps", accelerator=accelerator)
 
 
 def test_one_process_takes_the_first_gpu_or_the_one_it_is_told():

@@ -160,7 +160,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return CudaTensor(copy, device) if device.type == "cuda" else copy
 
 
-class _Event:
+class Event:
     """An event of a stream that is always idle."""
 
     def __init__(self, device: Any, enable_timing: bool = False) -> None:
@@ -177,7 +177,7 @@ class _Event:
     def synchronize(self) -> None:
         assert self._at is not None
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end: Event) -> float:
         assert self._at is not None
         assert end._at is not None
         return 1000 * (end._at - self._at)
@@ -189,7 +189,7 @@ def pretended() -> Iterator[type[Counts]]:
     Counts.clear()
     stream = lambda device: f"the stream of {device}"  # noqa: E731
     with (
-        mock.patch.object(torch, "Event", _Event),
+        mock.patch.object(torch, "Event", Event),
         mock.patch.object(torch.accelerator, "current_stream", stream),
         _Factories(),
     ):

@@ -17,6 +17,7 @@ registers the backend.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -50,12 +51,14 @@ class Behaviour:
         device_seconds: How long the GPU takes for what comes before a collective.
         start_error: Raised by the next start.
         remote_error: What NCCL reports of another rank while a collective runs.
+        device_error: What CUDA reports of this rank's own device, whatever it is asked.
         log: What was started and waited for, in order: ``('start', 'allreduce', 0)``.
     """
 
     device_seconds: float = 0.0
     start_error: Exception | None = None
     remote_error: str | None = None
+    device_error: Exception | None = None
     log: list[tuple[str, str, int]] = field(default_factory=list)
 
     def reset(self) -> None:
@@ -77,17 +80,11 @@ class _Work:
         self._number = group.count()
         self._done = threading.Event()
         behaviour.log.append(("start", name, self._number))
-        inner = start()
-        threading.Thread(target=self._await, args=(inner,), daemon=True).start()
-
-    def _await(self, inner: Any) -> None:
-        try:
-            inner.wait()
-        except RuntimeError:
-            return  # a rank has died: with NCCL nothing happens then
-        self._done.set()
+        group.stream.put((start(), self._done))
 
     def is_completed(self) -> bool:
+        if behaviour.device_error:
+            raise behaviour.device_error
         if self._group.error or behaviour.remote_error:
             return True
         is_early = time.monotonic() < self._started + behaviour.device_seconds
@@ -114,6 +111,9 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._inner = dist.ProcessGroupGloo(dist.PrefixStore("inner", store), rank, size, timeout)
         self._count = 0
+        #: What is under way, and the event to set when it is complete; one after the other.
+        self.stream: queue.SimpleQueue[tuple[Any, threading.Event]] = queue.SimpleQueue()
+        threading.Thread(target=self._run_stream, daemon=True).start()
         #: Why the communicator was aborted.
         self.error: str | None = None
 
@@ -121,6 +121,15 @@ class StandIn(dist.ProcessGroup):  # type: ignore[misc]
         """The number of the next collective."""
         self._count += 1
         return self._count - 1
+
+    def _run_stream(self) -> None:
+        while True:
+            work, done = self.stream.get()
+            try:
+                work.wait()
+            except RuntimeError:
+                return  # a rank has died: with NCCL nothing happens then, and nothing after it
+            done.set()
 
     def getBackendName(self) -> str:
         return NAME

@@ -11,7 +11,7 @@ import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
-from torchbearer_ddp.checkpoints import contents, folder, trained_state
+from torchbearer_ddp.checkpoints import contents, folder, rank_state, trained_state
 from torchbearer_ddp.checkpoints.best import Best
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.folder import Folder
@@ -150,7 +150,7 @@ class Checkpoint(OrderedCallback):
             collectives.from_rank_zero(self._saver.open, "a checkpoint")
         else:
             self._opened = True
-            path, payload = collectives.from_rank_zero(self._find, "a checkpoint")
+            path, payload = rank_state.sent_by_rank_zero(self._find, "a checkpoint")
             if payload is not None:
                 self._runs.found(path, payload)
         step = self._runs.begin(state, self._global_step)

@@ -11,7 +11,8 @@ from torchbearer_ddp.callbacks.callback_order import FIRST, OrderedCallback
 from torchbearer_ddp.data import loaders
 from torchbearer_ddp.group import collectives
 
-_PARTS = {
+#: The data of a Trial, and where its loader and its steps are as well.
+DATA_KEYS = {
     torchbearer.TRAIN_DATA: (torchbearer.TRAIN_GENERATOR, torchbearer.TRAIN_STEPS),
     torchbearer.VALIDATION_DATA: (torchbearer.VALIDATION_GENERATOR, torchbearer.VALIDATION_STEPS),
     torchbearer.TEST_DATA: (torchbearer.TEST_GENERATOR, torchbearer.TEST_STEPS),
@@ -104,18 +105,26 @@ class ShardData(OrderedCallback):
             torchbearer.VALIDATION_DATA: validation,
             torchbearer.TEST_DATA: test,
         }
-        self._global_batch = global_batch
+        self.global_batch = global_batch
         #: The data of the Trial as it was written there, by key.
         self._entries: dict[Any, Any] = {}
+
+    def wants(self, key: Any) -> bool:
+        """True if the data under a key of the state is to be sharded.
+
+        Args:
+            key: ``TRAIN_DATA``, ``VALIDATION_DATA`` or another one.
+        """
+        return self._wanted.get(key, self._wanted[torchbearer.TEST_DATA])
 
     def on_start(self, state: Any) -> None:
         """At the start of run, evaluate and predict: the loaders are not known earlier."""
         if collectives.world_size() == 1:
             return
         trial = state[torchbearer.SELF]
-        keys = [*_PARTS]
+        keys = [*DATA_KEYS]
         running = state.get(torchbearer.DATA)
-        if running is not None and running not in _PARTS:
+        if running is not None and running not in DATA_KEYS:
             keys.append(running)
         mine = [loaders.base_seed(_loader(trial.state, key)) for key in keys]
         seeds = collectives.broadcast(mine, "the seeds of the loaders")
@@ -133,20 +142,20 @@ class ShardData(OrderedCallback):
         if collectives.world_size() == 1:
             return
         trial = state[torchbearer.SELF]
-        using = [_loader(trial.state, key) for key in _PARTS] + [state.get(torchbearer.GENERATOR)]
+        using = [_loader(trial.state, key) for key in DATA_KEYS]
+        using.append(state.get(torchbearer.GENERATOR))
         for loader in {id(each): each for each in using if each is not None}.values():
             loaders.set_epoch(loader, state[torchbearer.EPOCH])
 
     def _share(self, trial_state: Any, state: Any, key: Any, seed: int) -> None:
         entry: tuple[Any, Any] = trial_state.get(key) or (None, None)
         loader, given = entry
-        wanted = self._wanted.get(key, self._wanted[torchbearer.TEST_DATA])
-        if loader is None or not wanted:
+        if loader is None or not self.wants(key):
             return
         training = key == torchbearer.TRAIN_DATA
         share = loaders.share_of(loader)
         if share is None:
-            shared = _take(loader, seed, training, self._global_batch)
+            shared = _take(loader, seed, training, self.global_batch)
             is_all = given is None or given == len(loader)
             steps = len(shared) if is_all else given
             if not training and not is_all:
@@ -160,8 +169,8 @@ class ShardData(OrderedCallback):
         self._entries[key] = (shared, steps)
         for each in (trial_state, state):
             each[key] = self._entries[key]
-            if key in _PARTS:
-                each[_PARTS[key][0]], each[_PARTS[key][1]] = shared, steps
+            if key in DATA_KEYS:
+                each[DATA_KEYS[key][0]], each[DATA_KEYS[key][1]] = shared, steps
 
     def _use_share(self, trial_state: Any, state: Any, key: Any) -> None:
         """Corrects the loader and steps that evaluate and predict put into the state before."""

@@ -14,7 +14,7 @@ from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.mixed_precision import MixedPrecision
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.group import collectives, replicas, trained
+from torchbearer_ddp.group import collectives, layouts, replicas, trained
 from torchbearer_ddp.group.join import versions
 from torchbearer_ddp.log import announce
 
@@ -200,7 +200,7 @@ def _align_history(history: list[Any], epochs_done: list[int]) -> None:
 
 def _broadcast_optimizer(optimizer: Any) -> None:
     is_rank_zero = collectives.is_rank_zero()
-    mine = optimizer.state_dict() if is_rank_zero else None
+    mine: Any = optimizer.state_dict() if is_rank_zero else None
     received = collectives.broadcast(mine, "the optimizer's state")
     if not is_rank_zero:
-        optimizer.load_state_dict(received)
+        layouts.load_optimizer(optimizer, received)

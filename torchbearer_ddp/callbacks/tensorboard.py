@@ -16,12 +16,12 @@ import torchbearer
 from tensorboardX import summary
 from tensorboardX.proto.event_pb2 import Event, TaggedRunMetadata
 from tensorboardX.proto.summary_pb2 import Summary
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchbearer.callbacks import Callback
 
 from torchbearer_ddp.callbacks.event_file import EventFile
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.rank_times import RankTimes
+from torchbearer_ddp.checkpoints import contents
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.gradients.timing import Timing
@@ -282,12 +282,10 @@ def _graph_of(model: Any, x: Any) -> tuple[Any, Any]:
     # Only this function needs the tensorboard package, and not every run needs the graph.
     from torch.utils.tensorboard._pytorch_graph import graph
 
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        model = model.module
     with randomness.preserved(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer warns of values that it treats as constants
+        # What torch.compile made cannot be traced, but what is inside can.
+        plain = contents.without_wrappers(copy.deepcopy(contents.unwrapped(model)))
         # In evaluation mode no layer exchanges data with other ranks, which do not trace.
-        traced: tuple[Any, Any] = graph(  # type: ignore[no-untyped-call]
-            copy.deepcopy(model).eval(), (x,)
-        )
+        traced: tuple[Any, Any] = graph(plain.eval(), (x,))  # type: ignore[no-untyped-call]
     return traced

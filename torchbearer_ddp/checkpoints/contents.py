@@ -159,6 +159,13 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
+    """A model with the modules inside its wrappers in place of these, at any depth."""
+    for name, child in model.named_children():
+        setattr(model, name, without_wrappers(unwrapped(child)))
+    return model
+
+
 def _inner_name(module: Any) -> str | None:
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
@@ -226,4 +233,4 @@ def from_torchbearer(loaded: Any) -> dict[str, Any]:
         kinds = [kind.__name__ for kind in listed[CallbackList.CALLBACK_TYPES]]
         states = listed[CallbackList.CALLBACK_STATES]
         payload[SECTION] = {"callbacks": _numbered(zip(kinds, states, strict=True))}
-    return Snapshot().copy(payload, "checkpoint")
+    return Snapshot(borrow=True).copy(payload, "checkpoint")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchbearer_ddp.checkpoints import contents, file
+from torchbearer_ddp.checkpoints import contents, file, rank_state
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.errors import CheckpointError
@@ -300,6 +300,11 @@ def _newest(folder: Folder, resume: bool | str) -> tuple[Path | None, Any]:
 
 
 def read_any(path: Path, *, trust: bool) -> dict[str, Any]:
-    """The contents of a file in our form: one of ours, verified, or one of other origin."""
+    """The contents of a file in our form: one of ours, verified, or one of other origin.
+
+    Without what each rank had for itself, which only a run that continues can use.
+    """
     foreign = file.read_label(path) is None
-    return contents.from_torchbearer(file.read(path, foreign=foreign, trust=trust and foreign))
+    found = contents.from_torchbearer(file.read(path, foreign=foreign, trust=trust and foreign))
+    found.get(SECTION, {}).pop(rank_state.PARTS, None)
+    return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torchbearer
 
 from torchbearer_ddp.checkpoints import contents, generators, metric_state
-from torchbearer_ddp.group import layouts, replicas, wire
+from torchbearer_ddp.group import collectives, layouts, replicas, wire
+
+#: Under this key a file has what each rank has for itself.
+PARTS = "ranks"
 
 
 def collect(state: Any, started: dict[str, Any], place: dict[str, Any] | None) -> torch.Tensor:
@@ -42,6 +45,30 @@ def unpack(part: dict[str, Any], device: Any) -> dict[str, Any]:
     """What a rank collected, with its own buffers, and its own part of what else is trained."""
     own = {"buffers": part["buffers"], "others": part.get("others", {})}
     return {**wire.decode(part["packed"], device), **own}
+
+
+def sent_by_rank_zero(find: Callable[[], tuple[str, Any]], name: str) -> tuple[str, Any]:
+    """The path and the contents of a file that rank zero reads, with this rank's own part alone.
+
+    If the number of ranks has changed, the parts are of no use, and nobody gets one.
+    """
+    parts: list[Any] = []
+
+    def find_and_split() -> tuple[str, Any, int]:
+        path, payload = find()
+        if payload is not None:
+            section = dict(payload[contents.SECTION])
+            parts.extend(section.pop(PARTS, []))
+            payload = {**payload, contents.SECTION: section}
+        return path, payload, len(parts)
+
+    path, payload, count = collectives.from_rank_zero(find_and_split, name)
+    if payload is not None and count == collectives.world_size():
+        for rank in range(count):
+            part = collectives.broadcast(parts[rank] if parts else None, f"rank {rank} of {name}")
+            if rank == collectives.rank():
+                payload[contents.SECTION][PARTS] = {rank: part}
+    return path, payload
 
 
 def differing_buffers(

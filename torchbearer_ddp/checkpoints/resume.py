@@ -27,6 +27,7 @@ from torchbearer_ddp.checkpoints import (
     trained_state,
 )
 from torchbearer_ddp.checkpoints.contents import SECTION
+from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
@@ -275,7 +276,7 @@ class Resume:
         generators.restore(state, mine["generators"])
 
     def _own_part(self, state: Any) -> dict[str, Any]:
-        part = self._section["ranks"][collectives.rank()]
+        part = self._section[rank_state.PARTS][collectives.rank()]
         return rank_state.unpack(part, state[torchbearer.DEVICE])
 
     def _choose_part(self, state: Any) -> None:
@@ -294,6 +295,7 @@ class Resume:
         changed = next((each for each in everyone if each), {})
         if not changed:
             self._mine, self._batch = self._own_part(state), batch
+            self._warn_of_other_device(self._mine["generators"])
             return
         if collectives.is_rank_zero():
             listed = ", ".join(
@@ -305,5 +307,16 @@ class Resume:
                 f"{self.path} was saved under other conditions ({listed}). Weights, optimizer, "
                 f"history and callbacks carry over; {place}random numbers start anew, so the "
                 "run is not bit for bit the one that would have gone on.",
+                stacklevel=2,
+            )
+
+    def _warn_of_other_device(self, saved: dict[str, Any]) -> None:
+        then = randomness.device_kinds(saved)
+        now = randomness.device_kinds(randomness.rng_state())
+        if then != now and collectives.is_rank_zero():
+            warnings.warn(
+                f"{self.path} was saved by a run on {then}, and continues on {now}. The generators "
+                "of one are not those of the other, so random numbers that are drawn on the device "
+                "start anew.",
                 stacklevel=2,
             )

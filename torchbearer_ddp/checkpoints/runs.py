@@ -15,7 +15,7 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import EarlyStopping
 
-from torchbearer_ddp.checkpoints import contents, generators
+from torchbearer_ddp.checkpoints import contents, generators, rank_state
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
 from torchbearer_ddp.errors import CheckpointError
@@ -91,7 +91,7 @@ class Runs:
                 "the epochs of the calls before it are not trained again"
             )
         _, epochs, step = ended
-        path, payload = collectives.from_rank_zero(
+        path, payload = rank_state.sent_by_rank_zero(
             lambda: self._folder.find_end_of_run(number, epochs, step), "the end of an earlier run"
         )
         if payload is not None:

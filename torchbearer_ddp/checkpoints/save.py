@@ -90,11 +90,12 @@ class Saver:
         part = checksums = error = None
         try:
             others, digests = self._saveable.collect(moment.state, moment.has_local_parts)
+            part = moment.collect_own()
+            checksums = (replicas.fingerprint(model.named_buffers()), digests)
+            # Last: a GPU copies while this process goes on, and the checksums would wait for it.
             if collectives.is_rank_zero():
                 names = choose_names()
                 payload = self._collect(moment, others, names)
-            part = moment.collect_own()
-            checksums = (replicas.fingerprint(model.named_buffers()), digests)
         except Exception as caught:
             error = caught
         signalled = stop_request.received() is not None
@@ -116,7 +117,7 @@ class Saver:
         if parts:
             averaged = rank_state.averaged_statistics(model, [each["buffers"] for each in parts])
             payload[contents.MODEL].update(averaged)
-            payload[SECTION]["ranks"] = parts
+            payload[SECTION][rank_state.PARTS] = parts
             payload[SECTION]["stopped"] = stopped_by(
                 moment.state, mid_epoch=moment.trace is not None, by_signal=any(signals)
             )
@@ -162,6 +163,7 @@ class Saver:
         self._serial += 1
 
         def write() -> None:
+            self._snapshot.wait()
             self._folder.put(payload, names, label)
             launcher.note_saved(str(self._folder.path / names[0]))
             self._folder.remove_old(section["runs"][:-1])  # only now: the new one is durable

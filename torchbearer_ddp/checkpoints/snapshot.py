@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy
 import torch
 
 from torchbearer_ddp.errors import CheckpointError
-from torchbearer_ddp.group import layouts
+from torchbearer_ddp.group import layouts, own_device
 from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
+
+#: Devices that copy while the host goes on.
+_ASYNCHRONOUS = ("cuda", "xpu")
 
 
 class Snapshot(PlainDataWalker):
     """Copies plain data and tensors to CPU memory that the next copy uses again.
 
     Fresh memory costs several times what the copying does, so the tensors' copies are kept. A copy
-    is therefore valid only until the next one is taken.
+    is therefore valid only until the next one is taken. Copies from a GPU take place in the order
+    of its stream, into pinned memory, while this process goes on; :meth:`wait` waits for them.
 
     Args:
         borrow: Take tensors on the CPU as they are, for a caller that waits until they are written.
@@ -26,11 +31,23 @@ class Snapshot(PlainDataWalker):
         self._borrow = borrow
         self._buffers: dict[str, torch.Tensor] = {}
         self._shared: dict[tuple[Any, ...], torch.Tensor] = {}
+        #: For each device with copies under way, the event that they are done.
+        self._events: dict[torch.device, Any] = {}
 
     def copy(self, value: dict[str, Any], where: str) -> dict[str, Any]:
         """The value as it is now, on the CPU; ``where`` is its name in error messages."""
         self._shared = {}
-        return dict(self.walk(value, where))
+        self._events = {}
+        copied = dict(self.walk(value, where))
+        for device, event in self._events.items():
+            event.record(torch.accelerator.current_stream(device))
+        return copied
+
+    def wait(self) -> None:
+        """Waits until the copies of the last value are complete; for a thread of its own."""
+        for device, event in self._events.items():
+            own_device.select(device)  # the first GPU otherwise, which is another rank's
+            event.synchronize()
 
     def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
         """The copy of a tensor."""
@@ -52,12 +69,15 @@ class Snapshot(PlainDataWalker):
         plain = layouts.dense(tensor)
         copy = self._buffers.get(where)
         if copy is None or _kind(copy) != _kind(plain):
-            copy = torch.empty_like(plain, device="cpu")
-            self._buffers[where] = copy
+            copy = self._buffers[where] = _host_memory(plain)
         if tensor.device.type == "cpu":
             # torch would divide the work among threads that other ranks need too, and wait for the
             # last of them: many times slower on a busy machine, little faster on an idle one.
             numpy.copyto(layouts.memory(copy).numpy(), layouts.memory(plain).numpy())
+        elif tensor.device.type in _ASYNCHRONOUS:
+            copy.copy_(plain, non_blocking=True)
+            if tensor.device not in self._events:
+                self._events[tensor.device] = torch.Event(tensor.device)
         else:
             copy.copy_(plain)
         self._shared[place] = copy
@@ -71,6 +91,14 @@ class Snapshot(PlainDataWalker):
             "tuples, sets and dicts of these can be saved: convert it in that object's "
             "state_dict, and back in its load_state_dict."
         )
+
+
+def _host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a copy; a device can write into pinned memory by itself."""
+    if tensor.device.type in _ASYNCHRONOUS:
+        with contextlib.suppress(RuntimeError):  # not enough memory that can be pinned
+            return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return torch.empty_like(tensor, device="cpu")
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -94,28 +94,28 @@ def take_share(
     Raises:
         ValueError: If the loader cannot be sharded.
     """
-    _check(loader)
+    check(loader)
     batch_size = getattr(loader, "batch_size", None)
     if training and global_batch:
-        batch_size = _divided(batch_size, world_size)
-    remainder = _remainder(loader) if training else Remainder.KEEP
+        batch_size = divided(batch_size, world_size)
+    remainder = remainder_of(loader) if training else Remainder.KEEP
     if not isinstance(loader, DataLoader):
         return _take_batches(loader, loader, Partition(rank, world_size, remainder), seed)
     changes = {"dataset": loader.dataset, "batch_size": batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset) and loader.num_workers:
         # What each worker reads is not known here, so only whole batches can be divided.
-        inner = _rebuild(loader, changes) if batch_size != loader.batch_size else loader
+        inner = rebuild(loader, changes) if batch_size != loader.batch_size else loader
         return _take_batches(loader, inner, Partition(rank, world_size, remainder), seed)
     block, batch = (1, batch_size or 1) if training else (batch_size or 1, 1)
     partition = Partition(rank, world_size, remainder, block, batch)
     if isinstance(loader.dataset, IterableDataset):
         changes["dataset"] = ShardIterable(loader.dataset, partition, seed, batch_size or 1)
-    elif _has_batch_sampler(loader):
+    elif has_batch_sampler(loader):
         batch_sampler = ShardSampler(loader.batch_sampler, partition, seed)
         changes = {"dataset": loader.dataset, "batch_sampler": batch_sampler}
     else:
         changes["sampler"] = ShardSampler(loader.sampler, partition, seed)
-    shared = _rebuild(loader, changes)
+    shared = rebuild(loader, changes)
     share = Share(
         loader,
         seed,
@@ -181,7 +181,7 @@ def evaluation_steps(steps: int, rank: int, world_size: int) -> int:
     return steps if steps < 0 else Partition(rank, world_size, Remainder.KEEP).length(steps)
 
 
-def _remainder(loader: Any) -> Remainder:
+def remainder_of(loader: Any) -> Remainder:
     """What happens in training to what cannot be divided evenly."""
     batches = loader
     if getattr(loader, "batch_size", None) is None:
@@ -189,12 +189,13 @@ def _remainder(loader: Any) -> Remainder:
     return Remainder.DROP if getattr(batches, "drop_last", False) else Remainder.PAD
 
 
-def _has_batch_sampler(loader: Any) -> bool:
+def has_batch_sampler(loader: Any) -> bool:
     """True if the user chose a batch sampler; a loader with a batch size makes its own."""
     return loader.batch_size is None and loader.batch_sampler is not None
 
 
-def _check(loader: Any) -> None:
+def check(loader: Any) -> None:
+    """Raises if a loader cannot be sharded."""
     if not isinstance(loader, DataLoader):
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise ValueError(
@@ -209,7 +210,7 @@ def _check(loader: Any) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         return
-    name = "batch_sampler" if _has_batch_sampler(loader) else "sampler"
+    name = "batch_sampler" if has_batch_sampler(loader) else "sampler"
     if not hasattr(getattr(loader, name), "__len__"):
         raise ValueError(
             f"The loader's {name} ({type(getattr(loader, name)).__name__}) has no length, so it "
@@ -218,7 +219,8 @@ def _check(loader: Any) -> None:
         )
 
 
-def _divided(batch_size: int | None, world_size: int) -> int:
+def divided(batch_size: int | None, world_size: int) -> int:
+    """A rank's part of a batch size that is that of all ranks together."""
     if batch_size is None or batch_size % world_size:
         found = "no batch size of its own" if batch_size is None else f"batch size {batch_size}"
         raise ValueError(
@@ -232,10 +234,10 @@ def _divided(batch_size: int | None, world_size: int) -> int:
 def _total(loader: Any) -> int | None:
     if isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-    return len(loader.batch_sampler if _has_batch_sampler(loader) else loader.sampler)
+    return len(loader.batch_sampler if has_batch_sampler(loader) else loader.sampler)
 
 
-def _rebuild(loader: Any, changes: dict[str, Any]) -> DataLoader[Any]:
+def rebuild(loader: Any, changes: dict[str, Any]) -> DataLoader[Any]:
     """The same kind of loader with changed arguments; a subclass gets those of its constructor."""
     kind = type(loader)
     names = {n for each in (DataLoader, kind) for n in inspect.signature(each.__init__).parameters}

@@ -10,9 +10,13 @@ from typing import Any
 import numpy
 import torch
 
+from torchbearer_ddp.group import collectives
+
 _SEED_SPACE = 2**63
 #: Takes the place of a rank in the seed of the stream that all ranks have between runs.
 _BETWEEN_RUNS = 2**32 - 1
+#: Accelerators of which a process may see several.
+_KINDS = ("cuda", "xpu")
 
 
 def mix(seed: int, *numbers: int) -> int:
@@ -59,13 +63,18 @@ def leave_run(seed: int, runs: int) -> None:
 
 def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if nothing was drawn between two calls of :func:`rng_state`."""
-    pairs = zip(_entries(one), _entries(other), strict=True)
-    return all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in pairs)
+    a, b = list(_entries(one)), list(_entries(other))
+    pairs = zip(a, b, strict=False)
+    same = (torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
+    return len(a) == len(b) and all(same)
 
 
-def _entries(state: dict[str, Any]) -> Iterator[Any]:
-    for value in state.values():
-        yield from value if isinstance(value, list) else [value]
+def _entries(state: Any) -> Iterator[Any]:
+    if isinstance(state, dict | list):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _entries(value)
+    else:
+        yield state
 
 
 def rng_state() -> dict[str, Any]:
@@ -78,9 +87,7 @@ def rng_state() -> dict[str, Any]:
         "numpy": [str(kind), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return {**state, "devices": _device_states()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -90,8 +97,49 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for kind, states in (state.get("devices") or _in_order(state)).items():
+        _set_device_states(kind, states)
+
+
+def device_kinds(state: dict[str, Any]) -> str:
+    """On what kinds of devices numbers were drawn, according to :func:`rng_state`."""
+    return " and ".join(sorted(state.get("devices") or _in_order(state))) or "the CPU"
+
+
+def _device_states() -> dict[str, list[torch.Tensor]]:
+    """The generators of the devices that this process uses, by kind, that of its own one first.
+
+    Another process may see other devices, or the same ones under other numbers.
+    """
+    found = {}
+    for kind in _KINDS:
+        module = torch.get_device_module(kind)
+        # Where nothing was computed on it, nothing was drawn; to ask would take memory there.
+        if module.is_initialized():
+            found[kind] = [module.get_rng_state(index) for index in _own_first(module)]
+    if torch.backends.mps.is_available():
+        found["mps"] = [torch.mps.get_rng_state()]
+    return found
+
+
+def _set_device_states(kind: str, states: list[torch.Tensor]) -> None:
+    if kind == "mps" and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states[0])
+    elif kind in _KINDS and (module := torch.get_device_module(kind)).is_available():
+        for index, state in zip(_own_first(module), states, strict=False):
+            module.set_rng_state(state, index)
+
+
+def _own_first(module: Any) -> list[int]:
+    own, count = module.current_device(), module.device_count()
+    return [(own + offset) % count for offset in range(count)]
+
+
+def _in_order(state: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    """The generators in a file that has those of all GPUs by their numbers, own one first."""
+    states = state.get("cuda", [])
+    own = collectives.local_rank() % len(states) if states else 0
+    return {"cuda": [*states[own:], *states[:own]]} if states else {}
 
 
 @contextlib.contextmanager

@@ -16,12 +16,10 @@ import torch.distributed as dist
 
 from torchbearer_ddp import errors
 from torchbearer_ddp.errors import DesyncError, DistributedError
-from torchbearer_ddp.group import layouts, membership, wire
+from torchbearer_ddp.group import layouts, membership, streaming, wire
 from torchbearer_ddp.group.waiting import Wait, wait_for, waiter
 
 _T = TypeVar("_T")
-#: The first message has this size, which is enough for most plain values.
-_HEAD_BYTES = 4096
 _LENGTH_BYTES = 8
 #: Large payloads are sent in pieces: gloo counts bytes in 32 bits in places.
 _PIECE_BYTES = 64 * 2**20
@@ -50,13 +48,14 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """The device this rank computes on; without a process group a GPU if there is one."""
+    """The device this rank computes on; without a process group an accelerator, if there is one."""
     membership.ensure_joined()
     group = membership.current()
     member = group.member if group else membership.single()
     if member:
         return torch.device(member.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
 
 
 def is_rank_zero() -> bool:
@@ -105,7 +104,8 @@ def all_gather(value: Any, name: str) -> list[Any]:
     group = _group_with_peers()
     if group is None:
         return [value]
-    content, error = _encoded(value)
+    encoded, error = _encoded(value)
+    content = encoded.packed()
     contents = _exchange_content(content, partial(_gather_bytes, group), name)
     return _decoded(contents, error)
 
@@ -115,7 +115,8 @@ def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
     group = _group_with_peers()
     if group is None:
         return [value]
-    content, error = _encoded(value)
+    encoded, error = _encoded(value)
+    content = encoded.packed()
     found = all_gather((len(content), describe_error(error)), f"{name} (sizes)")
     if error is not None:
         raise error
@@ -134,9 +135,13 @@ def broadcast(value: _T, name: str) -> _T:
     group = _group_with_peers()
     if group is None:
         return value
-    mine, error = _encoded(value if is_rank_zero() else None)
-    contents = _exchange_content(mine, partial(_broadcast_bytes, group), name)
-    return value if is_rank_zero() and error is None else _decoded(contents, error)[0]
+    mine, error = _encoded(value) if is_rank_zero() else (None, None)
+    received = streaming.broadcast(mine, partial(_broadcast_bytes, group), name)
+    if error is not None:
+        raise error
+    found: Any = value if is_rank_zero() else wire.build(received.text, iter(received.blobs))
+    raise_first([found.described if isinstance(found, wire.Failure) else None])
+    return found  # type: ignore[no-any-return]
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -254,21 +259,21 @@ def _exchange_content(
 ) -> list[torch.Tensor]:
     """Exchanges encoded values: their lengths with those that fit, and if one does not fit, all."""
     length = bytearray(len(mine).to_bytes(_LENGTH_BYTES, "little"))
-    head = torch.cat([torch.frombuffer(length, dtype=torch.uint8), mine[:_HEAD_BYTES]])
-    heads = exchange(_with_length(head, _HEAD_BYTES), name)
+    head = torch.cat([torch.frombuffer(length, dtype=torch.uint8), mine[: streaming.HEAD_BYTES]])
+    heads = exchange(_with_length(head, streaming.HEAD_BYTES), name)
     sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
     contents = [each[_LENGTH_BYTES:] for each in heads]
-    if max(sizes) > _HEAD_BYTES - _LENGTH_BYTES:
+    if max(sizes) > streaming.HEAD_BYTES - _LENGTH_BYTES:
         contents = exchange(_with_length(mine, max(sizes)), f"{name} (continued)")
     return [content[:size] for content, size in zip(contents, sizes, strict=True)]
 
 
-def _encoded(value: Any) -> tuple[torch.Tensor, TypeError | None]:
+def _encoded(value: Any) -> tuple[wire.Encoded, TypeError | None]:
     """A value for the other ranks; in place of one that cannot be sent, the error."""
     try:
-        return wire.encode(value), None
+        return wire.take_apart(value), None
     except TypeError as error:
-        return wire.Failure(describe_error(error) or []).encode(), error
+        return wire.Failure(describe_error(error) or []).take_apart(), error
 
 
 def _decoded(contents: Sequence[torch.Tensor], error: TypeError | None) -> list[Any]:

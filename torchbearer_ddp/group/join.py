@@ -18,9 +18,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import membership, memory, rendezvous, unsynchronised
+from torchbearer_ddp.group import (
+    environment,
+    membership,
+    memory,
+    own_device,
+    rendezvous,
+    unsynchronised,
+)
 from torchbearer_ddp.group.bounded import in_time
-from torchbearer_ddp.group.membership import Group, Member, gloo_interface, transport_timeout
+from torchbearer_ddp.group.membership import Group, Member, transport_timeout
+from torchbearer_ddp.group.network import quiet_gloo
+from torchbearer_ddp.group.places import device_of
 from torchbearer_ddp.group.roll_call import roll_call
 from torchbearer_ddp.version import __version__
 
@@ -55,16 +64,18 @@ def join(
     deadline = time.monotonic() + member.timeout
     meet = rendezvous.serve if serve else rendezvous.find
     store = rendezvous.run_store(meet(host, ports, prefix, member.timeout), prefix)
-    roll = roll_call(store, member, deadline, serves=serve)
-    member = _with_place(member, roll)
+    member, roll = roll_call(store, member, deadline, serves=serve)
+    own_device.select(member.device)
     _share_cores(member)
+    environment.prepare(host, member.backend)
     if torch.device(member.device).type == "cpu":
         memory.keep_freed()
     hosts = [entry["host"] for entry in roll]
     group = Group(member, store, hosts, serves_store=serve, address=host)
 
     def connect_ranks() -> None:
-        with gloo_interface(host):
+        own_device.select(member.device)  # a setting of each thread
+        with quiet_gloo():
             dist.init_process_group(
                 member.backend,
                 store=rendezvous.own_connection(PrefixStore("torch", store)),
@@ -81,6 +92,7 @@ def join(
         f"ranks could not connect to each other within {member.timeout:g} s. Check that the hosts "
         "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
     )
+    _connect_devices(group, deadline)
     store.add(_CONNECTED, 1)
     membership.set_current(group)
     if member.world_size > 1:
@@ -88,9 +100,22 @@ def join(
     return int(roll[0]["seed"]) if member.seed is None else member.seed
 
 
+def _connect_devices(group: Group, deadline: float) -> None:
+    """Connects the devices; if that fails, the group is not used, and all ranks read the cause."""
+    try:
+        group.connect_devices(deadline)
+    except LaunchError:
+        group.torch_group = dist.group.WORLD
+        membership.keep_open(group)
+        _depart(group, rendezvous.ABANDON_SECONDS, None)
+        raise
+
+
 def join_single(member: Member) -> int | None:
     """Prepares this process for a run of one rank; returns the user's seed, if any."""
-    membership.set_current(None, _on_own_device(member))
+    device = device_of(member, torch.cuda.device_count())
+    own_device.select(device)
+    membership.set_current(None, dataclasses.replace(member, device=device))
     return member.seed
 
 
@@ -110,6 +135,7 @@ def leave(why: str = "returned from the worker") -> None:
             membership.keep_open(group)
         else:
             dist.destroy_process_group()
+            environment.restore()
 
 
 def _await_connections(group: Group) -> None:
@@ -139,42 +165,6 @@ def abandon() -> None:
 def _depart(group: Group, seconds: float, farewell: tuple[int, dict[str, Any]] | None) -> None:
     wait = seconds if group.serves_store else 0.0
     rendezvous.depart(group.store, group.member.world_size, wait, farewell)
-
-
-def _with_place(member: Member, roll: list[dict[str, Any]]) -> Member:
-    """The member with its local rank and GPU, which are known only after the roll call."""
-    if member.local_rank < 0:
-        machine = roll[member.rank]["machine"]
-        local = [rank for rank, entry in enumerate(roll) if entry["machine"] == machine]
-        member = dataclasses.replace(
-            member, local_rank=local.index(member.rank), local_world_size=len(local)
-        )
-    return _on_own_device(member)
-
-
-def _on_own_device(member: Member) -> Member:
-    """Selects the device before any other CUDA call, which would use memory of the first GPU."""
-    device = torch.device(device_of(member, torch.cuda.device_count()))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return dataclasses.replace(member, device=str(device))
-
-
-def device_of(member: Member, gpus: int) -> str:
-    """The device of a rank: plain ``cuda`` is its own GPU, or the only one that it can see.
-
-    Raises:
-        LaunchError: If there are fewer GPUs than ranks on this host.
-    """
-    if member.device != "cuda":
-        return member.device
-    index = 0 if gpus == 1 else member.local_rank
-    if index >= gpus:
-        raise LaunchError(
-            f"Rank {member.rank} is process number {index + 1} on this host but {gpus} GPUs are "
-            "visible: each rank needs its own. Start fewer here, or use --device cpu."
-        )
-    return f"cuda:{index}"
 
 
 def usable_cores() -> int:

@@ -13,6 +13,8 @@ import torch
 
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+#: Options of an optimizer that say how a step is computed, and not what.
+_COMPUTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
@@ -91,14 +93,62 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.copy_(value)
 
 
+@torch.no_grad()
 def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Loads an optimizer's state dict; each part of it gets the strides of its parameter."""
-    optimizer.load_state_dict(saved)
+    """Loads an optimizer's state dict; each part of it gets the strides of its parameter.
+
+    How steps are computed stays as it is here: the file may be of another device.
+    """
+    groups = [dict(group) for group in getattr(optimizer, "param_groups", ())]
+    states = dict(getattr(optimizer, "state", {}))
+    optimizer.load_state_dict(_computed_as_here(saved, groups))
+    for before, group in zip(groups, getattr(optimizer, "param_groups", ()), strict=True):
+        group.update({key: _kept(before.get(key), group[key]) for key in group if key != "params"})
+        if group.get("capturable"):
+            for parameter in group["params"]:
+                _load_into(states.get(parameter, {}), optimizer.state.get(parameter, {}))
     for parameter, held in getattr(optimizer, "state", {}).items():
         for key, value in held.items() if isinstance(held, dict) else ():
             if _differs_in_strides(value, parameter):
                 laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[key] = laid_out.detach().copy_(value)
+
+
+def _load_into(before: dict[str, Any], held: dict[str, Any]) -> None:
+    """Keeps the memory of a state, which a captured graph reads and writes."""
+    for key, value in held.items():
+        if _is_same_kind(before.get(key), value):
+            held[key] = before[key].copy_(value)
+
+
+def _computed_as_here(saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    theirs = saved.get("param_groups", ())
+    if len(theirs) != len(groups):
+        return saved  # which torch refuses
+    kept = [
+        {**there, **{key: here[key] for key in _COMPUTATION if key in here and key in there}}
+        for there, here in zip(theirs, groups, strict=True)
+    ]
+    return {**saved, "param_groups": kept}
+
+
+def _kept(live: Any, loaded: Any) -> Any:
+    """A loaded setting in the form that it has here: a number, or the memory of a tensor."""
+    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor | int | float):
+        return live.copy_(torch.as_tensor(loaded))
+    if isinstance(live, int | float) and isinstance(loaded, torch.Tensor):
+        return loaded.item()
+    if isinstance(live, tuple) and isinstance(loaded, tuple | list) and len(live) == len(loaded):
+        return tuple(_kept(*pair) for pair in zip(live, loaded, strict=True))
+    return loaded
+
+
+def _is_same_kind(one: Any, other: Any) -> bool:
+    both = [one, other]
+    if not all(isinstance(each, torch.Tensor) and is_strided(each) for each in both):
+        return False
+    kinds = [(each.shape, each.dtype, each.device) for each in both]
+    return kinds[0] == kinds[1]
 
 
 def _differs_in_strides(value: Any, parameter: Any) -> bool:

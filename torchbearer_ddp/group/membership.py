@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from torchbearer_ddp import log
-from torchbearer_ddp.group import launcher
-from torchbearer_ddp.group.network import interface_of, loopback, quiet_gloo, route_to
+from torchbearer_ddp.group import device_backend, launcher, own_device
+from torchbearer_ddp.group.network import quiet_gloo
 from torchbearer_ddp.group.rendezvous import own_connection
 from torchbearer_ddp.log import logger
 
@@ -58,7 +58,7 @@ class Group:
     store: Store
     hosts: list[str]
     serves_store: bool = False
-    #: The store's address, if it is known: gloo uses the network interface that leads there.
+    #: The store's address; None in a group that the user made.
     address: str | None = None
     #: True once the first gradients were exchanged: from then on the plain timeout applies.
     past_first_step: bool = False
@@ -71,6 +71,7 @@ class Group:
     #: torch's process group that this group uses.
     torch_group: Any = field(default=None, repr=False)
     _channels: tuple[Any, Any] | None = field(default=None, repr=False)
+    _is_connected: bool = field(default=False, repr=False)
     #: Channels of some ranks that were made, by their ranks: each has threads and sockets.
     _between: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
     #: Channels with messages that no rank will receive; their memory must not be freed.
@@ -81,6 +82,18 @@ class Group:
         if self._channels is None:
             self._channels = self._make_channel(), self._make_channel(backend=None)
         return self._channels
+
+    def connect_devices(self, deadline: float | None = None) -> None:
+        """Connects the devices of all ranks, unless they are; collective the first time.
+
+        Raises:
+            LaunchError: On every rank, if that fails, or takes longer than the timeout.
+        """
+        if not self._is_connected:
+            member, channel = self.member, self.make_channels()[1]
+            deadline = deadline or time.monotonic() + member.timeout
+            device_backend.connect(channel, member.rank, member.device, self.store, deadline)
+            self._is_connected = True
 
     def channel_between(self, ranks: list[int]) -> Any:
         """The channel of some ranks; the first time collective, also for ranks not in it."""
@@ -95,10 +108,12 @@ class Group:
         self._abandoned += [gradients, *self._between.values()]
         self._between.clear()
         self._channels = control, self._make_channel(backend=None)
+        self._is_connected = False
+        self.connect_devices()
 
     def _make_channel(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
         timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
-        with gloo_interface(self.address):
+        with quiet_gloo():
             return dist.new_group(ranks, backend=backend, timeout=timeout)
 
     @property
@@ -109,6 +124,7 @@ class Group:
     @property
     def gradients(self) -> Any:
         """The channel of gradients, separate so that no other message can be taken for one."""
+        self.connect_devices()
         return self.make_channels()[1]
 
 
@@ -191,6 +207,7 @@ def _adopt() -> Group:
         world_size=world_size,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        device=own_device.adopted_device(),
         backend=dist.get_backend(),
     )
     store = PrefixStore("torchbearer_ddp", dist.distributed_c10d._get_default_store())
@@ -201,23 +218,3 @@ def transport_timeout(timeout: float) -> float:
     """The transport's own timeout, in seconds; our waits end before it, or last for a debugger."""
     held = _DEBUGGER_SECONDS if launcher.TERMINAL_VARIABLE in os.environ else 0
     return max(FIRST_STEP_TIMEOUTS * timeout + 60, held)
-
-
-@contextlib.contextmanager
-def gloo_interface(host: str | None) -> Iterator[None]:
-    """Makes gloo use the interface that leads to the store, which is loopback on a single host.
-
-    Otherwise gloo takes the interface that the host's name resolves to, which may be another one.
-    """
-    name = "GLOO_SOCKET_IFNAME"
-    interface = None
-    if host is not None and name not in os.environ:
-        interface = interface_of(loopback(host) or route_to(host))
-    if interface:
-        os.environ[name] = interface
-    try:
-        with quiet_gloo():
-            yield
-    finally:
-        if interface:
-            os.environ.pop(name, None)

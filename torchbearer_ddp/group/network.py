@@ -37,14 +37,19 @@ def interface_of(address: str | None) -> str | None:
     """The name of the interface that has this address, or None if none is known to have it."""
     if address is None:
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found = socket.inet_ntoa(reply[20:24])
-                if found == address or (found == "127.0.0.1" and address.startswith("127.")):
-                    return name
+    for _, name in socket.if_nameindex():
+        found = address_of(name)
+        if found == address or (found == "127.0.0.1" and address.startswith("127.")):
+            return name
+    return None
+
+
+def address_of(interface: str) -> str | None:
+    """The address of an interface, or None if there is no such interface or it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        return socket.inet_ntoa(reply[20:24])
     return None
 
 

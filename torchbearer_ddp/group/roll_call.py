@@ -1,7 +1,7 @@
 """The roll call: every rank registers in the store, and waits until all have.
 
-A missing rank, two processes with one rank, and nodes with different world sizes raise an error
-that names them, the same on every rank.
+A missing rank, two processes with one rank, nodes with different world sizes, and devices that do
+not fit together raise an error that names them, the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch._C._distributed_c10d import Store
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.bounded import in_time
 from torchbearer_ddp.group.membership import Member
+from torchbearer_ddp.group.places import entry_of, find_places
 from torchbearer_ddp.group.rendezvous import ABANDON_SECONDS, POLL_SECONDS, STORE_SECONDS, depart
 
 
 def roll_call(
     store: Store, member: Member, deadline: float, *, serves: bool
-) -> list[dict[str, Any]]:
-    """Registers this rank and returns the registrations of all ranks, by rank.
+) -> tuple[Member, list[dict[str, Any]]]:
+    """Registers this rank; returns it with its place, and the registrations of all ranks.
 
     Raises:
         LaunchError: If ranks are missing at the deadline, or were started with different settings.
@@ -38,7 +39,8 @@ def roll_call(
     )
     try:
         # At the deadline _exchange names the missing ranks, unless the store does not answer.
-        return in_time(lambda: _exchange(store, member, deadline), deadline + STORE_SECONDS, lost)
+        roll = in_time(lambda: _exchange(store, member, deadline), deadline + STORE_SECONDS, lost)
+        return find_places(member, roll)[member.rank], roll
     except LaunchError:
         depart(store, member.world_size, ABANDON_SECONDS if serves else 0.0, None)
         raise
@@ -53,6 +55,7 @@ def _exchange(store: Store, member: Member, deadline: float) -> list[dict[str, A
         "machine": _machine(),
         "pid": os.getpid(),
         "seed": torch.initial_seed(),
+        **entry_of(member),
     }
 
     def refuse(message: str) -> LaunchError:

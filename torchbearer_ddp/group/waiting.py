@@ -95,9 +95,13 @@ class Wait:
     def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
         """The error to raise when the transport fails: the failed rank's own, if it recorded one.
 
+        One of this rank's device, such as a failed assertion there, is the first cause itself.
+
         ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
+        if isinstance(error, torch.AcceleratorError):
+            raise error
         self._place = users_place()
         deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
         try:
@@ -286,8 +290,8 @@ def poll_for(work: Any, wait: Wait) -> None:
     try:
         poll_until(work.is_completed, wait)
         work.wait()  # orders the streams, and raises if it failed
-    except (DistributedError, torch.AcceleratorError):
-        raise  # the latter is this rank's own, such as a failed assertion on the device
+    except DistributedError:
+        raise
     except RuntimeError as error:
         raise wait.connection_error(error) from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,27 @@ _LENGTH_BYTES = 8
 _CONTAINERS = {"list": list, "tuple": tuple, "set": set}
 
 
-def encode(value: Any) -> torch.Tensor:
-    """Packs plain data into a flat ``uint8`` tensor on the CPU.
+@dataclass
+class Encoded:
+    """A value as text and the bytes of its tensors, which are those of the value itself.
 
-    Raises:
-        TypeError: If the value holds something that is not plain data; the message names it.
+    Attributes:
+        text: The JSON form of the value.
+        blobs: The bytes of each tensor, flat, on the CPU.
     """
-    encoder = _Encoder()
-    return _packed(encoder.walk(value, "value"), encoder.blobs)
+
+    text: torch.Tensor
+    blobs: list[torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return len(self.text) + sum(map(len, self.blobs))
+
+    def packed(self) -> torch.Tensor:
+        """All of it as one tensor."""
+        length = _byte_tensor(len(self.text).to_bytes(_LENGTH_BYTES, "little"))
+        return torch.cat([length, self.text, *self.blobs])
 
 
 @dataclass
@@ -37,22 +51,62 @@ class Failure:
 
     described: list[str]
 
-    def encode(self) -> torch.Tensor:
-        """Packs it, for :func:`decode`."""
-        return _packed(["failure", self.described], [])
+    def take_apart(self) -> Encoded:
+        """Encodes it, for :func:`build`."""
+        return Encoded(_text(["failure", self.described]), [])
+
+
+def take_apart(value: Any) -> Encoded:
+    """Encodes plain data, without copying its tensors.
+
+    Raises:
+        TypeError: If the value holds something that is not plain data; the message names it.
+    """
+    encoder = _Encoder()
+    return Encoded(_text(encoder.walk(value, "value")), encoder.blobs)
+
+
+def encode(value: Any) -> torch.Tensor:
+    """Packs plain data into a flat ``uint8`` tensor on the CPU; see :func:`take_apart`."""
+    return take_apart(value).packed()
 
 
 def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
     """Unpacks what :func:`encode` made, with tensors that were not on the CPU on the device."""
     length = int.from_bytes(packed[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    start = _LENGTH_BYTES + length
-    tree = json.loads(packed[_LENGTH_BYTES:start].numpy().tobytes())
-    return _Decoder(packed[start:], device).build(tree)
+    text, blobs = torch.split(
+        packed[_LENGTH_BYTES:], [length, len(packed) - _LENGTH_BYTES - length]
+    )
+    # A clone is aligned for its dtype, which a view at any byte offset is not.
+    return build(text, (blob.clone() for blob in torch.split(blobs, sizes(text))), device)
 
 
-def _packed(tree: Any, blobs: list[torch.Tensor]) -> torch.Tensor:
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    return torch.cat([_byte_tensor(len(text).to_bytes(_LENGTH_BYTES, "little") + text), *blobs])
+def sizes(text: torch.Tensor) -> list[int]:
+    """The number of bytes of each tensor in an encoded value."""
+    return list(_sizes(json.loads(text.numpy().tobytes())))
+
+
+def build(text: torch.Tensor, blobs: Iterator[torch.Tensor], device: Any = "cpu") -> Any:
+    """Rebuilds a value on the memory of its tensors' bytes, each of which is aligned."""
+    return _Decoder(blobs, device).build(json.loads(text.numpy().tobytes()))
+
+
+def _text(tree: Any) -> torch.Tensor:
+    return _byte_tensor(json.dumps(tree, separators=(",", ":")).encode())
+
+
+def _sizes(node: Any) -> Iterator[int]:
+    if not isinstance(node, list) or node[0] == "failure":
+        return
+    kind, *rest = node
+    if kind == "tensor":
+        yield math.prod(rest[1]) * int(getattr(torch, rest[0]).itemsize)
+    elif kind in ("array", "bytes"):
+        yield from _sizes(rest[0])
+    elif kind != "float":
+        for items in rest[3:] if kind == "sparse" else rest:
+            for item in items:
+                yield from _sizes(item)
 
 
 class _Encoder(PlainDataWalker):
@@ -99,10 +153,10 @@ class _Encoder(PlainDataWalker):
 
 
 class _Decoder:
-    """Rebuilds a value; the tensors' bytes come in the order in which they were packed."""
+    """Rebuilds a value; the tensors' bytes come in the order in which they were encoded."""
 
-    def __init__(self, blob: torch.Tensor, device: Any) -> None:
-        self._blob = blob
+    def __init__(self, blobs: Iterator[torch.Tensor], device: Any) -> None:
+        self._blobs = blobs
         self._device = device
 
     def build(self, node: Any) -> Any:
@@ -136,11 +190,7 @@ class _Decoder:
         on_device: bool,
         strides: list[int] | None = None,
     ) -> torch.Tensor:
-        dtype = getattr(torch, dtype_name)
-        size = math.prod(shape) * dtype.itemsize
-        # A clone is aligned for its dtype, which a view at any byte offset is not.
-        raw, self._blob = self._blob[:size].clone(), self._blob[size:]
-        flat = raw.view(dtype)
+        flat = next(self._blobs).view(getattr(torch, dtype_name))
         tensor = flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
         return tensor.to(self._device if on_device else "cpu")
 

@@ -30,6 +30,7 @@ from torchbearer_ddp.group.join import join, join_single, leave
 from torchbearer_ddp.launch import environments
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce
+from torchbearer_ddp.launch.devices import visible_devices
 from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message, how_to_continue
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
@@ -54,7 +55,7 @@ def join_by_itself() -> None:
     if not _is_started_rank():
         return
     try:
-        plan = make_plan({}, os.environ, torch.cuda.device_count())
+        plan = make_plan({}, os.environ, *visible_devices())
     except (ValueError, LaunchError) as error:
         exit_with_message(error, 2)
         raise

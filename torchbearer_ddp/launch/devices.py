@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
+import torch
+
+from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.settings import Settings
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+#: Accelerators besides GPUs of CUDA and ROCm, which torch calls cuda.
+OTHERS = ("xpu", "mps")
 
 
-def choose_device(given: Settings, gpus: int, here: int, local_rank: int) -> str:
-    """The device of a plan: ``cpu``, ``cuda`` (each rank its own GPU) or one certain GPU.
+def visible_devices() -> tuple[int, str]:
+    """The number of GPUs (CUDA or ROCm), and the kind of another accelerator, if there is one."""
+    gpus = torch.cuda.device_count()
+    found = None if gpus else torch.accelerator.current_accelerator(check_available=True)
+    return gpus, found.type if found else ""
 
-    ``here`` is the number of ranks that this process starts, ``local_rank`` its own on this host.
+
+def choose_device(given: Settings, gpus: int, accelerator: str, started: int, plan: Plan) -> str:
+    """The device of a plan: ``cpu``, ``cuda`` (each rank its own GPU) or one certain device.
+
+    ``started`` is the number of ranks that this process starts.
     """
-    device = str(given.get("device", "cuda" if gpus else "cpu"))
+    world_size = plan.member.world_size
+    # Ranks on several of them would need a backend that moves their data.
+    usual = accelerator if accelerator and world_size == 1 else "cpu"
+    device = str(given.get("device", "cuda" if gpus else usual))
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"--device is {device!r}; it can be cpu, cuda or cuda:N.")
+    if kind not in ("cpu", "cuda", *OTHERS) or (index and not index.isdigit()):
+        raise ValueError(
+            f"--device is {device!r}; it can be cpu, cuda or cuda:N, and for one process "
+            f"{' or '.join(OTHERS)}."
+        )
     if kind == "cpu":
         return "cpu"
+    if kind in OTHERS:
+        return _other(device, kind, accelerator, world_size)
+    return _gpu(device, index, gpus, started, plan.member.local_rank)
+
+
+def _other(device: str, kind: str, accelerator: str, world_size: int) -> str:
+    if world_size > 1:
+        raise ValueError(
+            f"--device is {device} but there are {world_size} ranks: they can exchange data "
+            f"between CPUs (gloo) and between GPUs of CUDA or ROCm (NCCL), but not between {kind} "
+            "devices. Use --device cpu, or one process."
+        )
+    if kind != accelerator:
+        raise ValueError(
+            f"--device is {device} but torch sees no {kind} device. Use --device cpu, or install "
+            "the build of torch for it."
+        )
+    return device
+
+
+def _gpu(device: str, index: str, gpus: int, here: int, local_rank: int) -> str:
     if not gpus:
         raise ValueError(
             f"--device is {device} but no GPU is visible. Use --device cpu, or check "
@@ -39,11 +78,13 @@ def choose_device(given: Settings, gpus: int, here: int, local_rank: int) -> str
 
 def choose_backend(given: Settings, device: str) -> str:
     """The backend of a plan: on GPUs one for them and one for the CPU."""
-    backend = str(given.get("backend", "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"))
+    on_gpus = device.startswith("cuda")
+    backend = str(given.get("backend", "cpu:gloo,cuda:nccl" if on_gpus else "gloo"))
     if backend not in BACKENDS:
         raise ValueError(f"--backend is {backend!r}; it can be {', '.join(BACKENDS)}.")
-    if "nccl" in backend and device == "cpu":
+    if "nccl" in backend and not on_gpus:
         raise ValueError(
-            f"--backend is {backend} but the device is cpu: NCCL needs GPUs. Use --backend gloo."
+            f"--backend is {backend} but the device is {device}: NCCL needs GPUs of CUDA or ROCm. "
+            "Use --backend gloo."
         )
     return backend

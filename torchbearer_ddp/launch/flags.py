@@ -31,7 +31,10 @@ _LAUNCH_FLAGS: dict[str, tuple[Any, str]] = {
     "host": (str, "address of rank 0's host, the same on every host"),
     "port": (int, f"port on that host that all ranks connect to (default: {DEFAULT_PORT})"),
     "backend": (str, f"one of {', '.join(BACKENDS)} (default: by device)"),
-    "device": (str, "cpu, cuda or cuda:N (default: cuda if there is one)"),
+    "device": (
+        str,
+        "cpu, cuda or cuda:N, in one process also xpu or mps (default: cuda if there is one)",
+    ),
     "timeout": (float, f"seconds to wait for other ranks (default: {DEFAULT_TIMEOUT:g})"),
     "grace": (float, f"seconds to save and stop after a signal (default: {DEFAULT_GRACE:g})"),
     "seed": (int, "base seed of all random numbers (default: rank zero's own)"),

@@ -1,4 +1,4 @@
-"""Which ranks to start, where, and why: a pure function of settings, environment and GPU count."""
+"""Which ranks to start, where, and why: a pure function of settings, environment and devices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ DEFAULT_PORT = 29500
 _DEBUG_VARIABLE = "TORCHBEARER_DDP_DEBUG"
 
 
-def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus: int) -> Plan:
+def make_plan(
+    settings: Mapping[str, Any], environment: Mapping[str, str], gpus: int, accelerator: str = ""
+) -> Plan:
     """Decides which ranks to start.
+
+    ``gpus`` and ``accelerator`` are what :func:`~.devices.visible_devices` returns.
 
     Raises:
         ValueError: If the settings do not fit together.
@@ -47,7 +51,7 @@ def make_plan(settings: Mapping[str, Any], environment: Mapping[str, str], gpus:
             f"{given.shown('debug_rank')} but there are {plan.member.world_size} ranks: they go "
             f"from 0 to {plan.member.world_size - 1}. Name one of them."
         )
-    device = choose_device(given, gpus, started, plan.member.local_rank)
+    device = choose_device(given, gpus, accelerator, started, plan)
     return plan.with_member(device=device, backend=choose_backend(given, device))
 
 

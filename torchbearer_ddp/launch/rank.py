@@ -11,16 +11,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-import cloudpickle
-import torch
-
 from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import WorkerError
 from torchbearer_ddp.group import debug, failures, launcher, membership, stop_request, waiting
 from torchbearer_ddp.group.join import abandon, join, join_single, leave
 from torchbearer_ddp.group.membership import Member
-from torchbearer_ddp.launch import debugger, signals
+from torchbearer_ddp.launch import debugger, pickling, signals
+from torchbearer_ddp.launch.devices import visible_devices
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
 from torchbearer_ddp.launch.worker import unpack
@@ -143,7 +141,7 @@ def main(
         body = _pickled_result(run_rank(plan, index, *unpack(payload)), rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            body = cloudpickle.dumps(None)
+            body = pickling.dumps(None)
         else:
             report = failures.report_of(error, rank)
             launcher.report(report, b"")
@@ -175,14 +173,14 @@ def _tell_warnings() -> None:
 
 def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
     """Runs this process, a task of a Slurm step, as the rank that its environment names."""
-    plan = make_plan({**settings, "launcher": "srun"}, os.environ, torch.cuda.device_count())
+    plan = make_plan({**settings, "launcher": "srun"}, os.environ, *visible_devices())
     membership.settle()
-    return run_rank(plan, 0, *unpack(payload))
+    return pickling.on_cpu(run_rank(plan, 0, *unpack(payload)))
 
 
 def _pickled_result(result: Any, rank: int) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(result))
+        return pickling.dumps(result)
     except Exception as error:
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         raise WorkerError(

@@ -30,6 +30,7 @@ from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
 from torchbearer_ddp.launch.bound_methods import run_elsewhere
+from torchbearer_ddp.launch.devices import visible_devices
 from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message, how_to_continue
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.main_module import check_launch
@@ -126,7 +127,7 @@ def _settings(options: argparse.Namespace | None, overrides: dict[str, Any]) -> 
 def _plan(settings: Settings) -> Plan:
     """The plan of this launch; a mistake in it ends a script with exit code 2."""
     try:
-        plan = make_plan(settings, os.environ, torch.cuda.device_count())
+        plan = make_plan(settings, os.environ, *visible_devices())
         output.prepare(plan)
     except (ValueError, LaunchError) as error:
         exit_with_message(error, 2)

@@ -27,6 +27,16 @@ _DESCRIPTION = """\
 Runs a script on several ranks, as python would run it on each: the same file, module level,
 arguments and exit code. Flags before the script are read here, those after it belong to it.
 """
+_EPILOG = """\
+example:
+  python -m torchbearer_ddp run --nproc-per-node 2 script.py --epochs 3
+
+exit codes:
+  0  the script ended well on every rank
+  2  the command line is wrong; nothing was started
+otherwise that of the script on the rank that failed first (1 after an exception, 128 + N if it was
+ended by signal N)
+"""
 
 
 def main(words: list[str]) -> None:
@@ -40,7 +50,7 @@ def main(words: list[str]) -> None:
         parser.error(f"no script is named. Write: {COMMAND} [flags] script.py [its arguments]")
     name, *arguments = options.command
     if not options.module:
-        _check(name)
+        check_script(name)
     # Like python: the script's folder, or with -m the folder of this command.
     sys.path[0] = str(Path.cwd() if options.module else Path(name).resolve().parent)
     sys.argv[:] = [name, *arguments]
@@ -59,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         COMMAND,
         f"{COMMAND} [flags] script.py [its arguments]",
         _DESCRIPTION,
+        _EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "the script is the name of a module, as with python -m"
@@ -68,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(path: str) -> None:
+def check_script(path: str) -> None:
     """Ends as python does if the script is missing or has no valid syntax; nothing was started."""
     if not Path(path).exists():
         print(f"python: can't open file {path!r}: {os.strerror(2)}", file=sys.stderr)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures
+from torchbearer_ddp.launch.process_group import end_group
 from torchbearer_ddp.launch.streams import RankStream
 
 _READ_BYTES = 1 << 16
@@ -119,8 +120,7 @@ class StartedRank:
     def kill(self) -> None:
         """Ends the process and all that it has started."""
         if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            end_group(self.process.pid)
 
     def close(self) -> None:
         """Ends the process if it still runs, and closes the pipe."""

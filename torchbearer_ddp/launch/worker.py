@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import cloudpickle
 import torch
 from cloudpickle import cloudpickle as internals
 from torchbearer.metrics import metrics as registry
 
 from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.launch import pickling
 from torchbearer_ddp.launch.main_module import MainModule
 
 #: The function, its arguments and its keyword arguments.
@@ -51,7 +51,7 @@ def pack(task: Task) -> bytes:
     main = MainModule.of_this_process()
     metrics = {} if main.source else _metrics_of_script()
     try:
-        body = bytes(cloudpickle.dumps((task, metrics)))
+        body = pickling.dumps((task, metrics))
     except Exception as error:
         name = getattr(task[0], "__qualname__", repr(task[0]))
         raise LaunchError(

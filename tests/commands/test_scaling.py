@@ -1,0 +1,188 @@
+"""``python -m torchbearer_ddp doctor --script``: how much faster a script is on more ranks."""
+
+import json
+import sys
+
+import pytest
+
+from tests.processes import Program, bound, free_port
+from torchbearer_ddp import LaunchError
+from torchbearer_ddp.commands.examining import prediction, scaling
+from torchbearer_ddp.commands.examining.prediction import Speed, best, link_of, over_link, speed_of
+from torchbearer_ddp.commands.examining.timed_run import FEWEST, WARM_UP, Timed, measure
+
+SCRIPT = """
+import pathlib, sys, time
+import torch, torchbearer
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer_ddp import Checkpoint, data_parallel, run_distributed
+
+FOLDER = pathlib.Path(__file__).parent
+
+def train(count, pause):
+    x = torch.randn(count, 4)
+    model = torch.nn.Linear(4, 2)
+    work = torchbearer.callbacks.on_sample(lambda state: time.sleep(pause))
+    callbacks = [*data_parallel(), Checkpoint(FOLDER / 'runs'), work]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = torch.nn.functional.mse_loss
+    trial = torchbearer.Trial(model, optimizer, loss, callbacks=callbacks, verbose=0)
+    trial.with_train_generator(DataLoader(TensorDataset(x, x[:, :2]), 8)).run(2)
+    (FOLDER / 'ended').touch()
+
+if __name__ == '__main__':
+    print('a line of the script')
+    if sys.argv[1] == 'fail':
+        raise KeyError('age')
+    run_distributed(train, (int(sys.argv[1]), float(sys.argv[2])))
+"""
+
+
+def script_in(folder):
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.concurrent
+def test_a_script_is_timed_on_more_and_more_ranks(tmp_path):
+    script = script_in(tmp_path)
+    # Each step sleeps, so two ranks are twice as fast whatever else the machine does.
+    flags = ("--nproc-per-node", "2", "--seconds", "0.5", "--link", "1gbit", "--json")
+    command = (sys.executable, "-m", "torchbearer_ddp", "doctor", *flags)
+    words = ("--script", str(script), "2000", "0.1")
+    with Program(*command, *words, raw=True) as program:
+        assert program.code(120) == 0, program.text()
+        found = json.loads("".join(program.output))
+    one, two = found["speeds"][:2]
+    assert [each["ranks"] for each in found["speeds"]] == [1, 2, 4, 8]
+    assert [each["measured"] for each in found["speeds"]] == [True, True, False, False]
+    assert 0.1 < one["seconds"] < two["seconds"] * 1.5
+    assert one["samples"] == pytest.approx(8 / one["seconds"])
+    assert two["samples"] == pytest.approx(16 / two["seconds"])
+    assert two["speed-up"] > 1.2
+    assert found["gradient bytes"] == 40
+    assert not (script.parent / "ended").exists()
+    assert not (script.parent / "runs").exists()
+    assert "a line of the script" not in program.text()
+
+
+@pytest.mark.concurrent
+def test_a_script_is_timed_where_each_rank_has_its_own_command(tmp_path):
+    place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()))
+    command = (sys.executable, "-m", "torchbearer_ddp", "doctor", *place, "--seconds", "0.5")
+    words = ("--script", str(script_in(tmp_path)), "2000", "0.1")
+    with (
+        Program(*command, "--rank", "0", "--json", *words, raw=True) as zero,
+        Program(*command, "--rank", "1", *words, raw=True) as one,
+    ):
+        codes = [zero.code(120), one.code(120)]
+        assert codes == [0, 0], zero.text() + one.text()
+        found = json.loads("".join(zero.output))
+        assert one.output == []
+    assert [each["ranks"] for each in found["speeds"]] == [1, 2]
+    assert found["speeds"][1]["measured"]
+    assert found["speeds"][1]["speed-up"] > 1.2
+
+
+def time_alone(script, *words, limit=None):
+    launch = {"launcher": "inline", "device": "cpu"}
+    return measure([str(script), *words], False, launch, 5, 1.0, limit or bound(60))
+
+
+@pytest.mark.concurrent
+def test_a_script_that_fails_shows_its_own_error(tmp_path):
+    script = script_in(tmp_path)
+    with pytest.raises(LaunchError, match=r"(?s)failed\. The end of its output:.*KeyError: 'age'"):
+        time_alone(script, "fail")
+
+
+@pytest.mark.concurrent
+def test_a_script_with_too_few_steps_is_refused(tmp_path):
+    script = script_in(tmp_path)
+    few = 8 * (WARM_UP + FEWEST) // 2
+    with pytest.raises(LaunchError, match="has fewer than 9 training steps"):
+        time_alone(script, str(few), "0")
+    assert (script.parent / "ended").exists()
+
+
+@pytest.mark.concurrent
+def test_a_script_that_takes_too_long_is_ended(tmp_path):
+    script = script_in(tmp_path)
+    with pytest.raises(LaunchError, match=r"did not do its first steps within 0\.2 s"):
+        time_alone(script, "80", "60", limit=0.2)
+
+
+# The prediction.
+
+TIMED = Timed(20, 0.1, 32, 0.0, 0.0, 25_000_000)
+
+
+def speeds(*samples, exchange=0.0):
+    """1, 2, 4, ... ranks with these samples a second."""
+    ranks = [2**power for power in range(len(samples))]
+    return [
+        Speed(n, 1, 32 * n / rate, exchange * (n > 1), rate)
+        for n, rate in zip(ranks, samples, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "use"),
+    [
+        ((100, 190, 360), 4),
+        ((100, 170, 180), 2),
+        ((100, 110, 120), 1),
+        ((100, 90, 80), 1),
+        ((100, 115, 200), 4),
+        ((100, 110, 135), 1),
+    ],
+)
+def test_the_number_of_ranks_after_which_more_are_hardly_faster(samples, use):
+    assert best(speeds(*samples)).ranks == use
+
+
+def test_advice_names_what_limits():
+    lines = prediction.advice(speeds(100, 170, 180))
+    assert lines[0] == "Times as fast as one process: 2 ranks 1.7, 4 ranks 1.8."
+    assert lines[1] == "Use 2 ranks; the cores of this host limit beyond that."
+    lines = prediction.advice(speeds(100, 170, 180, exchange=0.4))
+    assert "the exchange of gradients limits beyond that (56% of a step)" in lines[1]
+    assert "accumulate=" in lines[2]
+    assert prediction.advice(speeds(100, 190))[1] == "Use 2 ranks; more may be faster still."
+    assert "2 ranks cannot be 3.0 times as fast" in prediction.advice(speeds(100, 300))[1]
+
+
+def test_a_slow_link_is_predicted_and_compression_recommended():
+    single = speed_of(1, TIMED)
+    assert (single.samples, single.seconds) == (320, 0.1)
+    slow = over_link(single, TIMED, 2, link_of("1gbit"))
+    # 25 MB at 125 MB/s, and the hosts' own work at 1 GB/s.
+    assert slow.seconds == pytest.approx(0.1 + 0.2 + 0.025)
+    assert slow.samples == pytest.approx(64 / 0.325)
+    half = over_link(single, TIMED, 2, link_of("1gbit"), compress=True)
+    assert half.seconds == pytest.approx(0.1 + 0.1125)
+    lines = prediction.advice([single, slow], half)
+    assert "Use one process; the link between the hosts limits beyond that (69% of" in lines[1]
+    expected = "sends half the bytes between hosts (2 ranks on 2 hosts: 0.9 times as fast)."
+    assert lines[3] == f"SyncGradients(compress='bf16') {expected}"
+    assert "times as fast)" not in prediction.advice([single, slow])[3]
+    text = prediction.text("train.py", [single, slow], TIMED)
+    assert "predicted" in text
+    assert "gradients of 25.0 MB" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 125e6), ("110MB/s", 110e6), ("10 Gbit/s", 1.25e9), ("800kbit", 1e5), ("5e", None)],
+)
+def test_speeds_of_links(text, rate):
+    if rate is None:
+        with pytest.raises(ValueError, match="'5e' is no speed"):
+            link_of(text)
+    else:
+        assert link_of(text) == rate
+
+
+def test_sizes():
+    assert [scaling._sizes(most) for most in (1, 2, 4, 6)] == [[], [2], [2, 4], [2, 4, 6]]

@@ -1,0 +1,108 @@
+"""``python -m torchbearer_ddp doctor --script``: times a script on 1, 2, 4, ... ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from torchbearer_ddp.commands.examining import prediction
+from torchbearer_ddp.commands.examining.prediction import Speed
+from torchbearer_ddp.commands.examining.timed_run import Timed, measure
+from torchbearer_ddp.commands.parser import GOOD
+from torchbearer_ddp.group.join import usable_cores
+from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.script import check_script
+from torchbearer_ddp.log import logger
+
+#: Of which hosts a link's effect is predicted.
+_HOSTS = (2, 4)
+#: What a rank of several commands waits for the others: one may still time its single process.
+_MEET_SECONDS = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that go with a script."""
+    group = parser.add_argument_group("how fast a script is on 1, 2, 4, ... ranks")
+    add = group.add_argument
+    add("--script", nargs=argparse.REMAINDER, metavar="FILE ...", help=_SCRIPT)
+    add("--module", action="store_true", help="FILE is the name of a module, as with python -m")
+    add("--seconds", type=float, default=5.0, help="how long one process is timed (default: 5)")
+    add("--limit", type=float, default=300.0, help="seconds for each start (default: 300)")
+    add("--link", type=_link, help="predict for several hosts over a link of 1gbit, 110MB/s, ...")
+
+
+_SCRIPT = "the script and its arguments, to the end of the line: its steps are timed"
+
+
+def _link(text: str) -> float:
+    try:
+        return prediction.link_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Times the script, and prints what follows on rank zero; ``given`` are the launch flags.
+
+    Raises:
+        LaunchError: If the script cannot be timed.
+    """
+    if not options.module:
+        check_script(options.script[0])
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load > cores:
+        logger.warning(
+            f"doctor: this host is busy ({load:.1f} processes want {cores} cores): the times are "
+            "not those of an idle host. End other programs, and start the doctor again"
+        )
+    speeds, timed = _measure(plan, options, given)
+    if plan.member.rank:
+        return GOOD
+    compressed = None
+    if options.link and plan.launcher == "spawn":
+        chosen = prediction.best(speeds)
+        speeds += [prediction.over_link(chosen, timed, hosts, options.link) for hosts in _HOSTS]
+        hosts = prediction.limited(speeds).hosts
+        compressed = prediction.over_link(chosen, timed, hosts, options.link, compress=True)
+    if options.json:
+        print(json.dumps(prediction.plain(speeds, timed, compressed), indent=1))
+    else:
+        print(prediction.text(options.script[0], speeds, timed, compressed))
+    sys.stdout.flush()
+    return GOOD
+
+
+def _measure(
+    plan: Plan, options: argparse.Namespace, given: dict[str, Any]
+) -> tuple[list[Speed], Timed]:
+    """The speeds of one process and of more and more ranks, and the last run's times."""
+
+    def timed(what: str, launch: dict[str, Any], steps: int) -> Timed:
+        logger.info(f"doctor: timing {options.script[0]} {what}")
+        return measure(
+            options.script, options.module, launch, steps, options.seconds, options.limit
+        )
+
+    device = {"device": plan.member.device} if plan.member.device == "cpu" else {}
+    found = timed("in one process", {"launcher": "inline", **device}, 0)
+    speeds = [prediction.speed_of(1, found)]
+    steps, world_size = found.steps, plan.member.world_size
+    if plan.launcher == "spawn" and world_size == plan.member.local_world_size:
+        for ranks in _sizes(world_size):
+            found = timed(f"on {ranks} ranks", {"nproc_per_node": ranks, **device}, steps)
+            speeds.append(prediction.speed_of(ranks, found))
+    elif world_size > 1:
+        hosts = world_size // max(1, plan.member.local_world_size)
+        launch = {"timeout": _MEET_SECONDS + options.limit, **given}
+        found = timed(f"on {world_size} ranks", launch, steps)
+        speeds.append(prediction.speed_of(world_size, found, hosts))
+    return speeds, found
+
+
+def _sizes(most: int) -> list[int]:
+    """2, 4, 8, ... and the number itself."""
+    powers = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
+    return sorted({*powers, *([most] if most > 1 else [])})
