@@ -19,6 +19,7 @@ from tests import programs
 from tests.callbacks import half_precision
 from tests.callbacks.half_precision import CASES, Case, assert_same, batches, by_hand, network
 from tests.gradients.transport_cases import option, pool_for
+from tests.processes import bound
 from tests.ranks import RankPool
 from tests.stand_ins import nccl
 from torchbearer_ddp import (
@@ -73,7 +74,7 @@ def train_all(transport):
 
 
 def assert_by_hand(pool, world_size, transport):
-    everyone = pool.run(train_all, (transport,))
+    everyone = pool.run(train_all, (transport,), timeout=bound(60))
     for name, case in CASES.items():
         expected = by_hand(case, world_size)
         for found in everyone:

@@ -10,7 +10,8 @@ import pytest
 from tests.faults.failing_runs import BOUND, CAUSES, HOST, first_line, messages, running
 from tests.processes import bound, until
 
-pytestmark = pytest.mark.concurrent
+# Limits in seconds grow with the load of the machine; so must that of a test.
+pytestmark = [pytest.mark.concurrent, pytest.mark.timeout(600)]
 #: A process with a CUDA context takes longer to end.
 ENDS_WITHIN = 2 * BOUND
 
