@@ -57,8 +57,8 @@ def test_a_script_is_timed_on_more_and_more_ranks(tmp_path):
     one, two = found["speeds"][:2]
     assert [each["ranks"] for each in found["speeds"]] == [1, 2, 4, 8]
     assert [each["measured"] for each in found["speeds"]] == [True, True, False, False]
-    assert 0.1 < one["seconds"]
-    assert 0.1 < two["seconds"]
+    assert one["seconds"] > 0.1
+    assert two["seconds"] > 0.1
     assert one["samples"] == pytest.approx(8 / one["seconds"])
     assert two["samples"] == pytest.approx(16 / two["seconds"])
     assert two["speed-up"] == pytest.approx(two["samples"] / one["samples"])
