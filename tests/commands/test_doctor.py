@@ -113,9 +113,9 @@ def test_a_cut_link_and_a_missing_rank_are_named():
         machines[1].isolate()
         machines[2].isolate()
         started = time.monotonic()
-        with Together(on_hosts(machines, 4, "--json", seconds=6)) as programs:
+        with Together(on_hosts(machines, 4, "--json", seconds=4)) as programs:
             codes, report, everything = report_of(programs)
-    assert time.monotonic() - started < bound(6) + bound(SECONDS)
+    assert time.monotonic() - started < bound(4) + bound(SECONDS)
     assert codes == [1, 1, 1], everything
     assert report["missing"] == [3]
     missing, cut = problems(report)

@@ -37,6 +37,8 @@ _FIRST_BYTES = 64 * 2**10
 _MOST_BYTES = 64 * 2**20
 #: A transfer that took this long is a good measure.
 _ENOUGH_SECONDS = 0.1
+#: A link that is so many times slower than the median is measured twice.
+_MUCH = 2.0
 _PIECE = bytes(2**20)
 _TOKEN_BYTES = 16
 #: A command: its letter and a number of bytes.
@@ -273,3 +275,22 @@ def rounds(chosen: Iterable[Pair], hosts: dict[int, str]) -> list[list[Pair]]:
         else:
             planned.append((both, [(one, other)]))
     return [together for _, together in planned]
+
+
+def slow_pairs(found: dict[Pair, Link]) -> list[Pair]:
+    """The pairs whose link is much slower than the median, in one direction or in both."""
+    rates = {
+        pair: (link["send"], link["receive"]) for pair, link in found.items() if "send" in link
+    }
+    if not rates:
+        return []
+    usual = statistics.median(rate for both in rates.values() for rate in both)
+    return [pair for pair, both in rates.items() if min(both) * _MUCH < usual]
+
+
+def faster(link: Link, again: Link) -> Link:
+    """The better of two measurements, in each direction; a link that failed has failed."""
+    if "send" not in again:
+        return again
+    best = {name: max(link[name], again[name]) for name in ("send", "receive")}
+    return {**again, **best, "round trip": min(link["round trip"], again["round trip"])}

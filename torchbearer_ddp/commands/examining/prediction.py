@@ -18,9 +18,13 @@ _LARGE_SHARE = 0.25
 _SUPERLINEAR = 1.1
 _UNITS = {"bit": 1 / 8, "b": 1.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-#: Besides the link, the hosts' own work of sending and adding limits an exchange between hosts, in
-#: bytes per second.
-_HOST_RATE = 1.0e9
+#: The hosts' own work in an exchange, in bytes per second: sending and adding, and for half
+#: precision rounding, which goes on while the link is busy. From the tables of two hosts with one
+#: rank each in docs/benchmarks.
+_HOST_RATE = 3.0e9
+_ROUNDING_RATE = 0.4e9
+#: Half precision is recommended where it is so many times as fast.
+_GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ def over_link(
     """What is to be expected of so many hosts, each as this one, over a link between them.
 
     Every host sends the gradient nearly twice, in parts (as in a ring), after backward.
+    ``compress`` sends it in half precision.
     """
-    size = timed.gradient_bytes / (2 if compress else 1)
-    crossing = 2 * (hosts - 1) / hosts * size * (1 / link + 1 / _HOST_RATE)
+    size = 2 * (hosts - 1) / hosts * timed.gradient_bytes
+    sending = max(size / 2 / link, size / 2 / _ROUNDING_RATE) if compress else size / link
+    crossing = sending + size / _HOST_RATE
     seconds = speed.seconds + crossing
     rate = hosts * speed.ranks * timed.samples / seconds
     return Speed(hosts * speed.ranks, hosts, seconds, speed.exchange + crossing, rate, False)
@@ -156,11 +162,12 @@ def advice(speeds: list[Speed], compressed: Speed | None = None) -> list[str]:
         lines.append(f"Use {use}{place}; the cores of this host limit beyond that.")
     if beyond.ranks > 1 and share > _LARGE_SHARE:
         lines.append("Larger batches, or accumulate=... of SyncGradients, exchange less often.")
-        if beyond.hosts > 1:
-            gain = compressed and f": {compressed.samples / single.samples:.1f} times as fast"
-            ranks = f"{beyond.ranks} ranks on {beyond.hosts} hosts"
+        if beyond.hosts > 1 and compressed is None:
+            lines.append("SyncGradients(compress='bf16') sends half the bytes between hosts.")
+        elif compressed is not None and compressed.samples > _GAIN * beyond.samples:
             lines.append(
-                f"SyncGradients(compress='bf16') sends half the bytes between hosts"
-                f"{f' ({ranks}{gain})' if gain else ''}."
+                "SyncGradients(compress='bf16') sends half the bytes between hosts: "
+                f"{beyond.ranks} ranks on {beyond.hosts} hosts would be "
+                f"{compressed.samples / single.samples:.1f} times as fast."
             )
     return lines

@@ -66,7 +66,8 @@ def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> i
         chosen = prediction.best(speeds)
         speeds += [prediction.over_link(chosen, timed, hosts, options.link) for hosts in _HOSTS]
         hosts = prediction.limited(speeds).hosts
-        compressed = prediction.over_link(chosen, timed, hosts, options.link, compress=True)
+        if hosts > 1:
+            compressed = prediction.over_link(chosen, timed, hosts, options.link, compress=True)
     if options.json:
         print(json.dumps(prediction.plain(speeds, timed, compressed), indent=1))
     else:
