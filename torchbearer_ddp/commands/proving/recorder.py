@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -94,7 +95,8 @@ class Recorder:
             original(callbacks)
             if self._joined is not None:  # the ranks draw from one common stream now
                 randomness.leave_run(self._runs[-1], len(self._runs) - 1)
-            if len(self.recording["steps"]) >= self._job.steps:
+            is_failing = sys.exc_info()[0] is not None  # its error is to be seen
+            if len(self.recording["steps"]) >= self._job.steps and not is_failing:
                 raise Enough
 
         return leave
