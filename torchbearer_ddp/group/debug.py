@@ -76,7 +76,8 @@ def note_hook(hook: str, state: Mapping[Any, Any]) -> None:
     """Notes that a hook is called, if the run is debugged; and the number of a training step."""
     if hook == "on_sample":
         steps = max(0, state.get(torchbearer.STEPS) or 0)
-        _Last.step = state[torchbearer.EPOCH] * steps + state[torchbearer.BATCH] + 1
+        epoch, batch = state.get(torchbearer.EPOCH) or 0, state.get(torchbearer.BATCH) or 0
+        _Last.step = epoch * steps + batch + 1
     if _progress is not None:
         _progress.hook, _progress.state = hook, state
 
