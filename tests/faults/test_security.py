@@ -35,7 +35,7 @@ def test_a_local_run_listens_on_loopback_only():
 #: The modules that may pickle: a worker that is sent to a process which the same user has started,
 #: and its result. A checkpoint's file only names the error that a bad file raises.
 MAY_PICKLE = {
-    "launch/rank.py": {"cloudpickle"},
+    "launch/pickling.py": {"cloudpickle"},
     "launch/supervisor.py": {"cloudpickle"},
     "launch/worker.py": {"cloudpickle", "pickle"},
     "checkpoints/file.py": {"pickle"},
