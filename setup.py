@@ -38,6 +38,7 @@ setup(
             "mypy",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "safetensors",
             "scikit-learn",
