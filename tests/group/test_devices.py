@@ -1,7 +1,9 @@
 """The devices of the ranks, and the backend between them: what is refused, by whom, and when."""
 
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -206,17 +208,17 @@ def _shared(port):
 
 
 def test_a_group_of_the_user_for_gpus_has_the_current_gpu(tmp_path):
-    assert run_ranks(_adopted, 2, (str(tmp_path),)) == ["cuda:0", "cuda:1"]
+    # Processes that have joined nothing before, as in a script that makes its own group.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_adopted, rank, str(tmp_path)) for rank in range(2)]
+        assert [each.result(timeout=60) for each in futures] == ["cuda:0", "cuda:1"]
 
 
-def _adopted(folder):
-    rank = collectives.rank()
-    collectives.barrier()
-    leave()
+def _adopted(rank, folder):
     dist.Backend.register_backend("on_gpus", failing_backend.FailingBackend, devices=["cuda"])
     with cuda_devices.visible("GPU-a", "GPU-b"):
         torch.cuda.set_device(rank)
         file = f"file://{folder}/store"
         dist.init_process_group("cpu:gloo,cuda:on_gpus", init_method=file, rank=rank, world_size=2)
-        collectives.barrier()  # a rank that ends would break the other's start
+        collectives.barrier()
         return str(collectives.device())
