@@ -28,7 +28,7 @@ run: $(VENV)/examples.stamp
 	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 --durations=15
+	$(BIN)/python -m pytest --durations=15
 
 slurm-test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm

@@ -38,7 +38,6 @@ setup(
             "mypy",
             "pytest>=8",
             "pytest-timeout",
-            "pytest-xdist",
             "ruff",
             "safetensors",
             "scikit-learn",

@@ -9,10 +9,8 @@ import uuid
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from tests import proc
 
@@ -36,20 +34,6 @@ def pytest_configure() -> None:
     # In the background of a script Ctrl-C is ignored, and what the tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class _ByFile(LoadScopeScheduling):
-    """Gives each worker of ``pytest -n`` whole files, which share groups; there is one cluster."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "tests/slurm" if file.startswith("tests/slurm/") else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Files in the order of the tests: by itself pytest -n begins with the longest."""
-    config.option.loadscopereorder = False
-    return _ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
