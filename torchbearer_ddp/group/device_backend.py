@@ -35,7 +35,7 @@ def connect(channel: Any, rank: int, device: str, store: Store, deadline: float)
     Raises:
         LaunchError: On every rank, if the backend of a rank fails or takes longer.
     """
-    if own_device.is_gloo(channel, torch.device(device).type):
+    if own_device.backend_of(channel, torch.device(device).type) == "gloo":
         return
     where = f"rank {rank} ({socket.gethostname()}, {device})"
     started = time.monotonic()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-
-_GLOO = "gloo"
 
 
 def visible_gpus(device: str) -> list[str]:
@@ -28,14 +28,13 @@ def select(device: str | torch.device) -> None:
 
 def adopted_device() -> str:
     """The device in a process group that the user made: a GPU if its backend is for GPUs."""
-    if torch.cuda.is_available() and not is_gloo(dist.group.WORLD, "cuda"):
+    if torch.cuda.is_available() and backend_of(dist.group.WORLD, "cuda") != "gloo":
         bound = getattr(dist.group.WORLD, "bound_device_id", None)  # of init_process_group
         return str(bound or torch.device("cuda", torch.cuda.current_device()))
     return "cpu"
 
 
-def is_gloo(channel: object, device_type: str) -> bool:
-    """True if tensors of these devices travel through gloo, or cannot in this channel."""
-    config = str(dist.get_backend_config(channel))  # type: ignore[arg-type]
-    backends = dict(pair.split(":") for pair in config.split(","))
-    return backends.get(device_type, _GLOO) == _GLOO
+def backend_of(channel: Any, device_type: str) -> str:
+    """The backend of a channel for tensors of these devices; gloo if it has none."""
+    pairs = (each.split(":") for each in dist.get_backend_config(channel).split(","))
+    return dict(pairs).get(device_type, "gloo")

@@ -11,9 +11,10 @@ from torchbearer_ddp.gradients.transports.hierarchical import HierarchicalTransp
 from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
 from torchbearer_ddp.gradients.transports.shared_memory import SegmentError, SharedMemoryTransport
-from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport, backend_of
+from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.membership import Group
+from torchbearer_ddp.group.own_device import backend_of
 
 _TITLES = {
     "gloo": "gloo",

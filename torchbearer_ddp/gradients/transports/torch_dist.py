@@ -134,12 +134,6 @@ class HalfSum(Sum):
         self._tensor.copy_(self._numbers)
 
 
-def backend_of(channel: Any, device: str) -> str:
-    """The backend of a channel for tensors on a device; gloo if it has none."""
-    pairs = [each.split(":") for each in dist.get_backend_config(channel).split(",")]
-    return dict(pairs).get(device, "gloo")
-
-
 def _channel(group: Group, bucket: Bucket) -> Any:
     """The channel for a bucket: a group of NCCL alone has none for what a model has on the CPU."""
     if f"{bucket.device.type}:" in dist.get_backend_config(group.gradients):
