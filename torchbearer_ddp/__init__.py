@@ -18,6 +18,7 @@ from torchbearer_ddp.errors import (
     LaunchError,
     WorkerError,
 )
+from torchbearer_ddp.gradients.transports.int8_hook import Int8State, int8_hook
 from torchbearer_ddp.group import membership as _membership
 from torchbearer_ddp.group import unsynchronised as _unsynchronised
 from torchbearer_ddp.group.collectives import (
@@ -49,6 +50,7 @@ __all__ = [
     "DesyncError",
     "DistributedError",
     "Flatten",
+    "Int8State",
     "LaunchError",
     "MixedPrecision",
     "RankZeroOnly",
@@ -62,6 +64,7 @@ __all__ = [
     "barrier",
     "data_parallel",
     "device",
+    "int8_hook",
     "is_rank_zero",
     "local_rank",
     "rank",

@@ -54,3 +54,11 @@ class PeerLost(WorkerError):
     """Another rank failed, ended or did not answer while this one waited for it."""
 
     secondary = True
+
+
+def class_named(name: str) -> type[DistributedError]:
+    """The error of this name, or the base of all for a name that is none of ours."""
+    known = globals().get(name)
+    if isinstance(known, type) and issubclass(known, DistributedError):
+        return known
+    return DistributedError

@@ -14,18 +14,29 @@ from torchbearer_ddp.errors import DistributedError, LaunchError
 _T = TypeVar("_T")
 
 
-def in_time(action: Callable[[], _T], deadline: float, message: str) -> _T:
-    """Runs an action that may block forever; at the deadline raises LaunchError and leaves it."""
+def in_time(
+    action: Callable[[], _T],
+    deadline: float,
+    message: str,
+    failed: str | None = None,
+    extended: Callable[[], float] = float,
+) -> _T:
+    """Runs an action that may block forever; at the deadline raises LaunchError and leaves it.
+
+    ``failed`` is the message for an action that fails before, without the time that has not passed;
+    ``extended`` says whether the deadline is later meanwhile.
+    """
     future = in_background(action)
-    done, _ = futures.wait([future], max(0.0, deadline - time.monotonic()))
-    if not done:
-        raise LaunchError(message)
+    while not futures.wait([future], max(0.0, deadline - time.monotonic())).done:
+        deadline = max(deadline, extended())
+        if time.monotonic() >= deadline:
+            raise LaunchError(message)
     error = future.exception()
     if error is None:
         return future.result()
     if isinstance(error, DistributedError):
         raise error
-    raise LaunchError(message) from error
+    raise LaunchError(failed or message) from error
 
 
 def in_background(action: Callable[[], _T]) -> Future[_T]:

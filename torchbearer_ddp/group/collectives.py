@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchbearer_ddp import errors
-from torchbearer_ddp.errors import DesyncError, DistributedError
-from torchbearer_ddp.group import layouts, membership, streaming, wire
+from torchbearer_ddp import checked, errors
+from torchbearer_ddp.group import framing, layouts, membership, streaming, wire
 from torchbearer_ddp.group.waiting import Wait, wait_for, waiter
 
 _T = TypeVar("_T")
-_LENGTH_BYTES = 8
+#: So much of what is nearly always short is sent at first: each rank gets it from every other.
+SHORT_BYTES = 256
 #: Large payloads are sent in pieces: gloo counts bytes in 32 bits in places.
 _PIECE_BYTES = 64 * 2**20
 _ALONE = membership.Member()
+_PAIR = checked.items(checked.anything, 2)
 
 
 def _member() -> membership.Member:
@@ -69,7 +70,7 @@ def barrier(name: str = "a barrier") -> None:
     Args:
         name: What the barrier is for; error messages contain it.
     """
-    all_gather(None, name)
+    all_gather(None, name, SHORT_BYTES)
 
 
 @contextlib.contextmanager
@@ -96,18 +97,19 @@ def rank_zero_first() -> Iterator[None]:
             raise_together(error, "rank_zero_first")
 
 
-def all_gather(value: Any, name: str) -> list[Any]:
+def all_gather(value: Any, name: str, head_bytes: int = streaming.HEAD_BYTES) -> list[Any]:
     """Every rank's value, by rank: plain data (see :mod:`torchbearer_ddp.group.wire`).
 
-    ``name`` says what is exchanged; here and below it must be equal on all ranks.
+    ``name`` says what is exchanged; here and below it must be equal on all ranks. What is longer
+    than ``head_bytes`` on any of them takes a second exchange.
     """
     group = _group_with_peers()
     if group is None:
         return [value]
     encoded, error = _encoded(value)
     content = encoded.packed()
-    contents = _exchange_content(content, partial(_gather_bytes, group), name)
-    return _decoded(contents, error)
+    contents = _exchange_content(content, partial(_gather_bytes, group), name, head_bytes)
+    return _decoded(contents, error, name)
 
 
 def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
@@ -117,17 +119,42 @@ def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
         return [value]
     encoded, error = _encoded(value)
     content = encoded.packed()
-    found = all_gather((len(content), describe_error(error)), f"{name} (sizes)")
+    found = all_gather([len(content), describe_error(error)], f"{name} (sizes)", SHORT_BYTES)
     if error is not None:
         raise error
+    sizes = []
+    for sender, announced in enumerate(found):
+        with wire.received(sender, name):
+            sizes.append(checked.byte_count(_PAIR(announced, "it")[0], "its length"))
     raise_first([described for _, described in found])
-    sizes = [size for size, _ in found]
-    mine, received = _with_length(content, max(sizes)), None
+    mine, received = framing.with_length(content, max(sizes)), None
     if group.member.rank == target:
         received = [torch.empty_like(mine) for _ in sizes]
     wait = Wait(group, name)
     wait_for(dist.gather(mine, received, target, group=group.control, async_op=True), wait)
-    return [wire.decode(each[:size]) for each, size in zip(received or [], sizes, strict=False)]
+    contents = [each[:size] for each, size in zip(received or [], sizes, strict=False)]
+    return _decoded(contents, None, name)
+
+
+def scatter(values: Sequence[Any], name: str) -> Any:
+    """Rank zero's value for this rank; rank zero gives one for each, the others none."""
+    group = _group_with_peers()
+    if group is None:
+        return values[0]
+    packed: list[torch.Tensor] = []
+
+    def pack() -> int:
+        packed.extend(framing.length_first(wire.encode(value)) for value in values)
+        return max(map(len, packed))
+
+    longest = from_rank_zero(pack, f"{name} (sizes)")
+    with wire.received(0, name):
+        mine = torch.empty(checked.byte_count(longest, "its length"), dtype=torch.uint8)
+    parts = [framing.with_length(each, longest) for each in packed] or None
+    wait = Wait(group, name)
+    wait_for(dist.scatter(mine, parts, 0, group=group.control, async_op=True), wait)
+    with wire.received(0, name):
+        return wire.decode(mine[framing.LENGTH_BYTES :][: framing.length(mine)])
 
 
 def broadcast(value: _T, name: str) -> _T:
@@ -139,7 +166,8 @@ def broadcast(value: _T, name: str) -> _T:
     received = streaming.broadcast(mine, partial(_broadcast_bytes, group), name)
     if error is not None:
         raise error
-    found: Any = value if is_rank_zero() else wire.build(received.text, iter(received.blobs))
+    with wire.received(0, name):
+        found: Any = value if is_rank_zero() else wire.build(received.text, iter(received.blobs))
     raise_first([found.described if isinstance(found, wire.Failure) else None])
     return found  # type: ignore[no-any-return]
 
@@ -167,7 +195,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
 
 def any_rank(flag: bool, name: str) -> bool:
     """True on every rank if the flag is true on any."""
-    return any(all_gather(bool(flag), name))
+    return any(all_gather(bool(flag), name, SHORT_BYTES))
 
 
 def raise_together(error: BaseException | None, name: str) -> None:
@@ -175,7 +203,7 @@ def raise_together(error: BaseException | None, name: str) -> None:
 
     A rank with an error of its own raises that; the others raise one that names the failed rank.
     """
-    found = all_gather(describe_error(error), name)
+    found = all_gather(describe_error(error), name, SHORT_BYTES)
     if error is not None:
         raise error
     raise_first(found)
@@ -201,9 +229,9 @@ def raise_first(described: Sequence[list[str] | None]) -> None:
     """Raises the error of the first rank that has one: of its class, if that is one of ours."""
     for failed, found in enumerate(described):
         if found is not None:
-            known = getattr(errors, found[0], None)
-            kind = known if isinstance(known, type) else DistributedError
-            raised: DistributedError = kind(f"Rank {failed}: {found[1]}")
+            with wire.received(failed, "an error"):
+                checked.items(checked.text(), 2)(found, "it")
+            raised = errors.class_named(found[0])(f"Rank {failed}: {found[1]}")
             raised.secondary = True
             raise raised
 
@@ -217,34 +245,12 @@ def from_rank_zero(action: Callable[[], _T], name: str) -> _T:
             result = action()
         except Exception as caught:
             error = caught
-    described, result = broadcast((describe_error(error), result), name)
+    with wire.received(0, name):
+        described, result = _PAIR(broadcast((describe_error(error), result), name), "it")
     if error is not None:
         raise error
     raise_first([described])
     return result  # type: ignore[no-any-return]
-
-
-def agree(values: dict[str, Any], what: str, remedy: str, extra: Any = None) -> list[Any]:
-    """Raises the same DesyncError on every rank if any of these values differs between ranks.
-
-    Returns the ``extra`` data of every rank, by rank, which may differ.
-    """
-    everyone = all_gather((values, extra), what)
-    for key in sorted({key for theirs, _ in everyone for key in theirs}):
-        found: dict[str, list[int]] = {}
-        for each_rank, (theirs, _) in enumerate(everyone):
-            found.setdefault(str(theirs.get(key)), []).append(each_rank)
-        if len(found) > 1:
-            listing = "; ".join(
-                f"{_shortened(text)} on rank {', '.join(map(str, ranks))}"
-                for text, ranks in found.items()
-            )
-            raise DesyncError(f"The ranks disagree on {key} ({what}): {listing}. {remedy}")
-    return [theirs for _, theirs in everyone]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _group_with_peers() -> membership.Group | None:
@@ -255,16 +261,20 @@ def _group_with_peers() -> membership.Group | None:
 
 
 def _exchange_content(
-    mine: torch.Tensor, exchange: Callable[[torch.Tensor, str], list[torch.Tensor]], name: str
+    mine: torch.Tensor,
+    exchange: Callable[[torch.Tensor, str], list[torch.Tensor]],
+    name: str,
+    head_bytes: int,
 ) -> list[torch.Tensor]:
     """Exchanges encoded values: their lengths with those that fit, and if one does not fit, all."""
-    length = bytearray(len(mine).to_bytes(_LENGTH_BYTES, "little"))
-    head = torch.cat([torch.frombuffer(length, dtype=torch.uint8), mine[: streaming.HEAD_BYTES]])
-    heads = exchange(_with_length(head, streaming.HEAD_BYTES), name)
-    sizes = [int.from_bytes(h[:_LENGTH_BYTES].numpy().tobytes(), "little") for h in heads]
-    contents = [each[_LENGTH_BYTES:] for each in heads]
-    if max(sizes) > streaming.HEAD_BYTES - _LENGTH_BYTES:
-        contents = exchange(_with_length(mine, max(sizes)), f"{name} (continued)")
+    heads = exchange(framing.with_length(framing.length_first(mine, head_bytes), head_bytes), name)
+    sizes = []
+    for sender, each in enumerate(heads):
+        with wire.received(sender, name):
+            sizes.append(framing.length(each))
+    contents = [each[framing.LENGTH_BYTES :] for each in heads]
+    if max(sizes) > head_bytes - framing.LENGTH_BYTES:
+        contents = exchange(framing.with_length(mine, max(sizes)), f"{name} (continued)")
     return [content[:size] for content, size in zip(contents, sizes, strict=True)]
 
 
@@ -276,19 +286,16 @@ def _encoded(value: Any) -> tuple[wire.Encoded, TypeError | None]:
         return wire.Failure(describe_error(error) or []).take_apart(), error
 
 
-def _decoded(contents: Sequence[torch.Tensor], error: TypeError | None) -> list[Any]:
+def _decoded(contents: Sequence[torch.Tensor], error: TypeError | None, name: str) -> list[Any]:
     """Every rank's value; if one could not be sent, all ranks raise, after the exchange."""
     if error is not None:
         raise error
-    values = [wire.decode(content) for content in contents]
+    values = []
+    for sender, content in enumerate(contents):
+        with wire.received(sender, name):
+            values.append(wire.decode(content))
     raise_first([each.described if isinstance(each, wire.Failure) else None for each in values])
     return values
-
-
-def _with_length(part: torch.Tensor, length: int) -> torch.Tensor:
-    """The tensor, cut or padded with zeros to this length."""
-    missing = length - len(part)
-    return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
 def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:

@@ -37,14 +37,24 @@ class _Progress:
 
 
 class _Last:
-    """The last training step that this process has begun."""
+    """The last training step that this process has begun; from the state while it trains."""
 
     step: int | None = None
+    state: Mapping[Any, Any] | None = None
 
 
 def last_step() -> int | None:
     """The number of the last training step that was begun, over all epochs, from 1."""
-    return _Last.step
+    if (state := _Last.state) is None:
+        return _Last.step
+    steps = max(0, state.get(torchbearer.STEPS) or 0)
+    epoch, batch = state.get(torchbearer.EPOCH) or 0, state.get(torchbearer.BATCH) or 0
+    return int(epoch * steps + batch + 1)
+
+
+def end_steps() -> None:
+    """Keeps the number of the last step: no further one is begun in this epoch."""
+    _Last.step, _Last.state = last_step(), None
 
 
 #: None in a run that is not debugged.
@@ -73,11 +83,11 @@ def reporting(rank: int) -> Iterator[None]:
 
 
 def note_hook(hook: str, state: Mapping[Any, Any]) -> None:
-    """Notes that a hook is called, if the run is debugged; and the number of a training step."""
+    """Notes that a hook is called, if the run is debugged; and that a training step begins."""
     if hook == "on_sample":
-        steps = max(0, state.get(torchbearer.STEPS) or 0)
-        epoch, batch = state.get(torchbearer.EPOCH) or 0, state.get(torchbearer.BATCH) or 0
-        _Last.step = epoch * steps + batch + 1
+        _Last.state = state
+    elif hook == "on_end_training":
+        end_steps()
     if _progress is not None:
         _progress.hook, _progress.state = hook, state
 

@@ -8,10 +8,12 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from torchbearer_ddp.group import launcher, membership
+from torchbearer_ddp import checked
+from torchbearer_ddp.group import launcher, membership, posts
 from torchbearer_ddp.log import logger
 
 _KEY = "debugger"
+_ENTRY = checked.record({"rank": checked.whole(0), "place": checked.text()})
 
 
 def terminal() -> str | None:
@@ -50,7 +52,7 @@ class Holder:
         if not text:
             return False
         if text != self._said:
-            self._said, entry = text, json.loads(text)
+            self._said, entry = text, posts.parse(text, _KEY, _ENTRY)
             logger.info(
                 f"rank {rank} waits without a timeout: rank {entry['rank']} is in the debugger at "
                 f"{entry['place']}"

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import own_device
+from torchbearer_ddp import checked
+from torchbearer_ddp.errors import DistributedError, LaunchError
+from torchbearer_ddp.group import own_device, posts
 from torchbearer_ddp.group.bounded import in_background
 
 _POLL_SECONDS = 0.05
@@ -55,7 +56,10 @@ def connect(channel: Any, rank: int, device: str, store: Store, deadline: float)
 def _recorded_failure(store: Store) -> str | None:
     """What another rank has recorded; the process that holds the store may have ended."""
     try:
-        return store.get(_FAILED).decode() if store.check([_FAILED]) else None
+        found: str | None = posts.read(store, _FAILED, checked.text())
+        return found
+    except DistributedError:
+        raise
     except RuntimeError as error:
         return (
             "The process that holds the store has ended while NCCL connected the ranks. See its "
@@ -67,7 +71,7 @@ def _failure(store: Store, message: str) -> LaunchError:
     """The error that was recorded first."""
     text = f"The ranks could not be connected by NCCL: {message} {_ADVICE}"
     with contextlib.suppress(RuntimeError):  # the store may be gone
-        text = store.compare_set(_FAILED, "", text).decode()
+        text = posts.first(store, _FAILED, text, checked.text()) or text
     return LaunchError(text)
 
 

@@ -14,11 +14,16 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 #: before Python can say which.
 _RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
+#: gloo connects a rank to another one when the two first exchange something, not to all at once.
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+#: Up to so many ranks all are connected when they join, which shows at once who cannot be reached.
+MESH_RANKS = 64
+
 #: The variables that are not the user's.
 _ours: set[str] = set()
 
 
-def prepare(host: str, backend: str) -> None:
+def prepare(host: str, backend: str, world_size: int) -> None:
     """Sets what the user has not set; no group may exist.
 
     gloo is to use the interface that leads to the store, which is loopback on a single host.
@@ -26,6 +31,8 @@ def prepare(host: str, backend: str) -> None:
     """
     interface = network.interface_of(network.loopback(host) or network.route_to(host))
     wanted = {_GLOO_INTERFACE: interface} if interface else {}
+    if world_size > MESH_RANKS:
+        wanted[_LAZY] = "1"
     if backend != "gloo":
         wanted[_RETHROW] = "0"
     for name, value in wanted.items():

@@ -17,9 +17,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from torch.utils.data._utils import signal_handling
+
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import DistributedError, LaunchError, WorkerError
 from torchbearer_ddp.group import debug, stop_request
 
+#: What others read of a report.
+REPORT = {
+    "rank": checked.whole(0),
+    "host": checked.text(),
+    "what": checked.text(),
+    "message": checked.text(),
+    "exitcode": checked.whole(),
+    "cause": checked.optional(checked.whole(0)),
+    "cause_host": checked.optional(checked.text()),
+}
 #: How long exit handlers and buffers of a failed rank may take.
 _EXIT_SECONDS = 2.0
 #: How long a file that is being written may take after that, as after a signal.
@@ -66,14 +79,42 @@ def exit_normally(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, concurrent.futures' too
     atexit._run_exitfuncs()
     try:
-        # stdout, stderr, and files that were not closed.
-        for file in [found for found in gc.get_objects() if type(found) in _BUFFERED]:
-            if not file.closed:
-                file.flush()
+        flush_files()
     except OSError:
         traceback.print_exc()
         code = _FLUSH_FAILED
     stop_request.end(code)
+
+
+#: Files that were open before this process was forked, which is then not searched for them.
+_inherited_files: list[Any] = []
+
+
+def open_files() -> list[Any]:
+    """stdout, stderr, and other files with buffers that were not closed."""
+    found = [each for each in gc.get_objects() if type(each) in _BUFFERED]
+    return [file for file in _inherited_files + found if not file.closed]
+
+
+def flush_files() -> None:
+    """Writes what is in the buffers of files that were not closed."""
+    for file in open_files():
+        file.flush()
+
+
+def inherit(files: list[Any]) -> None:
+    """In a forked child: leaves what it has inherited, but for open files, to the parent.
+
+    Garbage collections would look at every object, which copies the memory that both share.
+    """
+    _inherited_files[:] = files
+    gc.freeze()
+
+
+def tells_of_a_dead_worker(error: BaseException) -> bool:
+    """True if torch's DataLoader raised it, from the signal of a worker's end, during the wait."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename == signal_handling.__file__
 
 
 def report_of(error: BaseException, rank: int) -> dict[str, Any]:

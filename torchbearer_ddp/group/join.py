@@ -8,7 +8,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ import torch.distributed as dist
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore
 
-from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.errors import DesyncError, LaunchError
 from torchbearer_ddp.group import (
+    descriptors,
     environment,
     membership,
     memory,
@@ -33,8 +34,6 @@ from torchbearer_ddp.group.places import device_of
 from torchbearer_ddp.group.roll_call import roll_call
 from torchbearer_ddp.version import __version__
 
-#: The key under which ranks count that are connected to all others.
-_CONNECTED = "connected"
 #: How long a rank that has nothing to do waits for slower ones to connect.
 _CONNECT_SECONDS = 30.0
 
@@ -63,11 +62,12 @@ def join(
     ports = [ports] if isinstance(ports, int) else ports
     deadline = time.monotonic() + member.timeout
     meet = rendezvous.serve if serve else rendezvous.find
+    descriptors.allow(member.world_size, holds_store=serve)
     store = rendezvous.run_store(meet(host, ports, prefix, member.timeout), prefix)
     member, roll = roll_call(store, member, deadline, serves=serve)
     own_device.select(member.device)
     _share_cores(member)
-    environment.prepare(host, member.backend)
+    environment.prepare(host, member.backend, member.world_size)
     if torch.device(member.device).type == "cpu":
         memory.keep_freed()
     hosts = [entry["host"] for entry in roll]
@@ -85,19 +85,28 @@ def join(
             )
         group.make_channels()
 
-    in_time(
-        connect_ranks,
-        deadline,
-        f"rank {member.rank} of {member.world_size} reached the store at {host}:{ports[0]} but the "
-        f"ranks could not connect to each other within {member.timeout:g} s. Check that the hosts "
-        "reach each other on any port, and set GLOO_SOCKET_IFNAME to the interface that does.",
-    )
+    _connect(connect_ranks, member, f"{host}:{ports[0]}", deadline)
     _connect_devices(group, deadline)
-    store.add(_CONNECTED, 1)
     membership.set_current(group)
     if member.world_size > 1:
         unsynchronised.watch(afresh=True)
     return int(roll[0]["seed"]) if member.seed is None else member.seed
+
+
+def _connect(
+    connect_ranks: Callable[[], None], member: Member, store: str, deadline: float
+) -> None:
+    where = (
+        f"rank {member.rank} of {member.world_size} reached the store at {store} but the ranks "
+        "could not connect to each other"
+    )
+    remedy = (
+        "Check that the hosts reach each other on any port, and set GLOO_SOCKET_IFNAME to the "
+        "interface that does."
+    )
+    late = f"{where} within {member.timeout:g} s. {remedy}"
+    failed = f"{where}: another rank has ended meanwhile, or cannot be reached. {remedy}"
+    in_time(connect_ranks, deadline, late, failed)
 
 
 def _connect_devices(group: Group, deadline: float) -> None:
@@ -139,13 +148,14 @@ def leave(why: str = "returned from the worker") -> None:
 
 
 def _await_connections(group: Group) -> None:
-    """Waits until every rank has connected: to close before would break another rank's start."""
-    if group.address is None or rendezvous.is_gone(group.store):  # adopted, or nobody to ask
-        return
+    """Waits until every rank has connected the newest channel: to close before would break it."""
+    channel = group.newest_channel
+    if channel is None or group.address is None or rendezvous.is_gone(group.store):
+        return  # the user's own group, or nobody to ask
     size, seconds = group.member.world_size, min(group.member.timeout, _CONNECT_SECONDS)
-    with contextlib.suppress(LaunchError):
+    with contextlib.suppress(LaunchError, DesyncError):
         in_time(
-            lambda: rendezvous.await_count(group.store, _CONNECTED, size, seconds),
+            lambda: rendezvous.await_count(group.store, channel, size, seconds),
             time.monotonic() + seconds + rendezvous.STORE_SECONDS,
             "the store does not answer",
         )

@@ -21,6 +21,9 @@ RESTARTS_VARIABLE = "TORCHBEARER_DDP_RESTART_COUNT"
 #: Set for ranks that are started again and have a checkpoint to continue from.
 RESUME_VARIABLE = "TORCHBEARER_DDP_RESUME"
 
+#: A secret that separately started ranks share.
+TOKEN_VARIABLE = "TORCHBEARER_DDP_TOKEN"
+
 
 class _Link:
     """The connection of this process to its launcher."""
@@ -69,7 +72,7 @@ def ask(kind: str, **fields: Any) -> None:
 
 
 def report(head: dict[str, Any], body: bytes) -> None:
-    """Sends the last message: the result or the error of this rank."""
+    """Sends the last message: the result of this rank."""
     with contextlib.suppress(OSError):
         _send(json.dumps(head).encode() + b"\n" + body)
         os.close(_Link.descriptor or 0)

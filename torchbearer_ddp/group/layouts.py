@@ -11,8 +11,29 @@ from typing import Any
 
 import torch
 
+from torchbearer_ddp import checked
+
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+_NUMBERS = (torch.Tensor, int, float)
+#: The largest whole number that a tensor takes.
+_LARGEST = 2**63 - 1
+#: What a step needs of each parameter's state where a setting is on.
+_NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+#: torch's optimizers whose state is numbers, and tensors of the shapes of the parameters.
+_PLAIN = {
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type)
+    and issubclass(each, torch.optim.Optimizer)
+    and each.__name__ not in ("Adafactor", "LBFGS")
+}
+_OPTIMIZER = checked.record(
+    {
+        "state": checked.table(checked.table(checked.anything), checked.anything),
+        "param_groups": checked.items(checked.record({"params": checked.items(checked.anything)})),
+    }
+)
 #: Options of an optimizer that say how a step is computed, and not what.
 _COMPUTATION = ("foreach", "fused", "capturable", "differentiable")
 
@@ -62,6 +83,12 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense else tensor.clone()
 
 
+def described(tensor: torch.Tensor) -> str:
+    """The shape of a tensor, and the order of its dimensions in memory if it is unusual."""
+    is_usual = not is_strided(tensor) or tensor.is_contiguous()
+    return f"{tuple(tensor.shape)}{f' with strides {tensor.stride()}' * (not is_usual)}"
+
+
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a :func:`dense` tensor in the order of its memory, without a copy."""
     if not tensor.numel():
@@ -101,6 +128,10 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     """
     groups = [dict(group) for group in getattr(optimizer, "param_groups", ())]
     states = dict(getattr(optimizer, "state", {}))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_optimizer(saved, groups)
+        if type(optimizer) in _PLAIN:
+            _check_state(saved, groups)
     optimizer.load_state_dict(_computed_as_here(saved, groups))
     for before, group in zip(groups, getattr(optimizer, "param_groups", ()), strict=True):
         group.update({key: _kept(before.get(key), group[key]) for key in group if key != "params"})
@@ -112,6 +143,58 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
             if _differs_in_strides(value, parameter):
                 laid_out = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
                 held[key] = laid_out.detach().copy_(value)
+
+
+def check_optimizer(saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuses what torch would load into these groups, and only fail on at the next step."""
+    _OPTIMIZER(saved, "its state dict")
+    checked.items(checked.anything, len(groups))(saved["param_groups"], "the list of its groups")
+    for index, (here, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        passed_over = ("params", *_COMPUTATION)  # which are those here
+        for key in [each for each in here if each in there and each not in passed_over]:
+            _check_setting(here[key], there[key], f"{key!r} of its group {index}")
+
+
+def _check_state(saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuses a state that is neither a number nor a tensor like its parameter."""
+    for group in saved["param_groups"]:
+        for setting in [each for each in _NEEDED if group.get(each)]:
+            for held in [saved["state"].get(name) for name in group["params"]]:
+                if held:
+                    checked.record({_NEEDED[setting]: checked.anything})(held, "its state")
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in saved["state"].get(name, {}).items():
+            where = f"{key!r} of its parameter {name}"
+            if key == "step":
+                if _one_number(value, where) < 0:
+                    raise checked.Unexpected(f"{where} is {checked.shown(value)}, less than 0")
+            elif value is not None or key != "momentum_buffer":
+                checked.kind(torch.Tensor, "a tensor")(value, where)
+            if isinstance(value, torch.Tensor) and value.dim():
+                checked.one_of(parameter.shape)(value.shape, f"the shape of {where}")
+
+
+def _check_setting(live: Any, loaded: Any, where: str) -> None:
+    """Refuses a setting that is one number here and something else there."""
+    if isinstance(live, bool):
+        checked.boolean(loaded, where)
+    elif isinstance(live, int | float | torch.Tensor):
+        _one_number(loaded, where)
+    elif isinstance(live, tuple | list):
+        checked.items(checked.anything, len(live))(loaded, where)
+        for pair in zip(live, loaded, strict=True):
+            _check_setting(*pair, where)
+
+
+def _one_number(value: Any, where: str) -> Any:
+    """A number, also as a tensor; True is none, and fails in arithmetic."""
+    checked.kind(_NUMBERS, "a number or a tensor")(value, where)
+    is_several = isinstance(value, torch.Tensor) and value.numel() != 1
+    if isinstance(value, bool) or is_several or (type(value) is int and abs(value) > _LARGEST):
+        raise checked.Unexpected(f"{where} is {checked.shown(value)}, not one number")
+    return value
 
 
 def _load_into(before: dict[str, Any], held: dict[str, Any]) -> None:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torchbearer_ddp import log
+from torchbearer_ddp import checked, log
+from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import device_backend, launcher, own_device
 from torchbearer_ddp.group.network import quiet_gloo
-from torchbearer_ddp.group.rendezvous import own_connection
+from torchbearer_ddp.group.rendezvous import count, own_connection
 from torchbearer_ddp.log import logger
 
 DEFAULT_TIMEOUT = 300.0
@@ -68,11 +69,16 @@ class Group:
     runs: int = 0
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
+    #: True once every rank has an entry on the board, see :func:`board.read`.
+    board_is_complete: bool = False
+    #: Where ranks count that have made the newest channel; None before the first.
+    newest_channel: str | None = None
+    _made: int = field(default=0, repr=False)
     #: torch's process group that this group uses.
     torch_group: Any = field(default=None, repr=False)
     _channels: tuple[Any, Any] | None = field(default=None, repr=False)
     _is_connected: bool = field(default=False, repr=False)
-    #: Channels of some ranks that were made, by their ranks: each has threads and sockets.
+    #: Channels of some ranks that were made, by their lane and ranks: each has threads and sockets.
     _between: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
     #: Channels with messages that no rank will receive; their memory must not be freed.
     _abandoned: list[Any] = field(default_factory=list, repr=False)
@@ -95,9 +101,12 @@ class Group:
             device_backend.connect(channel, member.rank, member.device, self.store, deadline)
             self._is_connected = True
 
-    def channel_between(self, ranks: list[int]) -> Any:
-        """The channel of some ranks; the first time collective, also for ranks not in it."""
-        key = tuple(ranks)
+    def channel_between(self, ranks: list[int], lane: int = 0) -> Any:
+        """The channel of some ranks; the first time collective, also for ranks not in it.
+
+        Ranks may have several, each a lane with an order of messages of its own.
+        """
+        key = (lane, *ranks)
         if key not in self._between:
             self._between[key] = self._make_channel(ranks)
         return self._between[key]
@@ -114,7 +123,12 @@ class Group:
     def _make_channel(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
         timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
         with quiet_gloo():
-            return dist.new_group(ranks, backend=backend, timeout=timeout)
+            made = dist.new_group(ranks, backend=backend, timeout=timeout)
+        # Other ranks may still be connecting: none may close before all have.
+        self._made += 1
+        self.newest_channel = f"connected/{self._made}"
+        count(self.store, self.newest_channel, 1)
+        return made
 
     @property
     def control(self) -> Any:
@@ -202,11 +216,14 @@ def set_current(group: Group | None, single: Member | None = None) -> Group | No
 
 def _adopt() -> Group:
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    with checked.as_error(LaunchError, after=". Unset it, or set what is right."):
+        local_size = checked.variable(os.environ, "LOCAL_WORLD_SIZE", world_size, 1, world_size)
+        local_rank = checked.variable(os.environ, "LOCAL_RANK", rank, 0, world_size - 1)
     member = Member(
         rank=rank,
         world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        local_rank=local_rank,
+        local_world_size=local_size,
         device=own_device.adopted_device(),
         backend=dist.get_backend(),
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import socket
 import struct
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+#: The level of what torch's C++ side prints: by default warnings (1) and errors (2).
+_LEVEL_VARIABLE, _ERRORS = "TORCH_CPP_LOG_LEVEL", 2
 _SIOCGIFADDR = 0x8915
 _STDOUT = 1
 #: From this version on gloo does not print to stdout.
@@ -51,6 +55,19 @@ def address_of(interface: str) -> str | None:
         reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         return socket.inet_ntoa(reply[20:24])
     return None
+
+
+def quieten_torch() -> None:
+    """Lets torch print errors of its C++ side only, unless the user has chosen the level.
+
+    Else everybody who sends the store of this process something that it does not understand makes
+    it print a trace of many lines.
+    """
+    if _LEVEL_VARIABLE not in os.environ:
+        with contextlib.suppress(OSError, ValueError):  # a build without that library or variable
+            library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+            level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+            level.value = max(level.value, _ERRORS)
 
 
 @contextlib.contextmanager

@@ -38,17 +38,18 @@ def find_places(member: Member, roll: Roll) -> list[Member]:
     """
     _require_equal(roll, "backend", lambda entry: str(entry["backend"]))
     _require_equal(roll, "device", lambda entry: torch.device(entry["device"]).type)
-    found = [_place(member, rank, roll) for rank in range(len(roll))]
+    by_machine: dict[str, list[int]] = {}
+    for rank, entry in enumerate(roll):
+        by_machine.setdefault(entry["machine"], []).append(rank)
+    found = [_place(member, rank, e, by_machine[e["machine"]]) for rank, e in enumerate(roll)]
     if member.backend != "gloo":
         _require_own_gpus(found, roll)
     return found
 
 
-def _place(member: Member, rank: int, roll: Roll) -> Member:
-    entry = roll[rank]
+def _place(member: Member, rank: int, entry: dict[str, Any], local: list[int]) -> Member:
     local_rank, count = entry["local_rank"], entry["local_world_size"]
     if local_rank < 0:
-        local = [other for other, each in enumerate(roll) if each["machine"] == entry["machine"]]
         local_rank, count = local.index(rank), len(local)
     placed = dataclasses.replace(
         member, rank=rank, local_rank=local_rank, local_world_size=count, device=entry["device"]

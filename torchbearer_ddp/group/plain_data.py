@@ -12,35 +12,52 @@ import torch
 from torchbearer.state import StateKey
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
+#: How deep containers may lie in each other, so that what one walk took apart another can rebuild.
+DEEPEST = 100
 
 
 class PlainDataWalker:
     """Rebuilds a value part by part; a subclass overrides what becomes of each kind of part.
 
-    Numpy scalars, state keys and subclasses of int, float and str become plain numbers and strings;
+    Numpy scalars, state keys and subclasses of int, float, str and bytes become plain ones;
     subclasses of list, tuple, set and dict become plain containers.
     """
 
+    _depth = 0
+
     def walk(self, value: Any, where: str) -> Any:
-        """Rebuilds a value; ``where`` is its place, as messages name it."""
+        """Rebuilds a value; ``where`` is its place, as messages name it.
+
+        Raises:
+            RecursionError: If it holds itself, or containers deeper than :data:`DEEPEST`.
+        """
         if type(value) in _SCALARS:
             return self.scalar(value)
         if isinstance(value, torch.Tensor):
             return self.tensor(value, where)
         if isinstance(value, numpy.ndarray) and value.ndim:
             return self.array(value, where)
+        if isinstance(value, dict | list | tuple | set):
+            self._depth += 1
+            try:
+                return self._container(value, where)
+            finally:
+                self._depth -= 1
+        plain = _plain_scalar(value)
+        return self.scalar(plain) if type(plain) in _SCALARS else self.other(value, where)
+
+    def _container(self, value: Any, where: str) -> Any:
+        if self._depth > DEEPEST:
+            raise RecursionError(f"more than {DEEPEST} lists or dicts in each other")
         if isinstance(value, dict):
             pairs = value.items()
             keys = [self.walk(key, f"a key of {where}") for key, _ in pairs]
             values = [self.walk(each, f"{where}[{key!r}]") for key, each in pairs]
             return self.mapping(keys, values)
-        for kind in (list, tuple, set):
-            if isinstance(value, kind):
-                items = sorted(value, key=repr) if kind is set else value
-                walked = [self.walk(each, f"{where}[{i}]") for i, each in enumerate(items)]
-                return self.sequence(kind, walked)
-        plain = _plain_scalar(value)
-        return self.scalar(plain) if type(plain) in _SCALARS else self.other(value, where)
+        kind = next(each for each in (list, tuple, set) if isinstance(value, each))
+        items = sorted(value, key=repr) if kind is set else value
+        walked = [self.walk(each, f"{where}[{i}]") for i, each in enumerate(items)]
+        return self.sequence(kind, walked)
 
     def scalar(self, value: Any) -> Any:
         """Rebuilds None, a boolean, a number, a string or bytes."""
@@ -81,7 +98,8 @@ def _plain_scalar(value: Any) -> Any:
         return str(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
         return value.item()
-    for kind in (int, float, str):  # subclasses, such as an IntEnum
+    kinds: tuple[Any, ...] = (int, float, str, bytes)
+    for kind in kinds:  # subclasses, such as an IntEnum
         if isinstance(value, kind):
             return kind(value)
     return value

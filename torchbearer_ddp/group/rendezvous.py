@@ -21,8 +21,11 @@ from typing import Any
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp import checked
+from torchbearer_ddp.errors import DesyncError, LaunchError
+from torchbearer_ddp.group import posts
 from torchbearer_ddp.group.bounded import in_background, in_time
+from torchbearer_ddp.group.network import quieten_torch
 
 #: How long the store is kept for other ranks: after success, and after a failure, so that they can
 #: read its cause.
@@ -36,6 +39,8 @@ _RETRY_SECONDS = 0.1
 _GREETING_SECONDS = 0.05
 #: How long a connection to one of several ports may take.
 _PROBE_SECONDS = 1.0
+_FAREWELL = checked.record({"why": checked.text(), "sequence": checked.whole(0)})
+_COUNTER = checked.whole(-(2**63), 2**63 - 1)
 #: The key by which a rank recognises the store of its run.
 _SERVED = "served"
 
@@ -99,35 +104,65 @@ def serve_store(host: str, port: int, timeout: float) -> TCPStore:
     the process ends, and returned again when asked for again. A host name that is not this host's
     (a cloud's public address) means every interface.
     """
-    if (host, port) in _held:
-        return _held[host, port]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    host_here = host
-    try:
+    return OpenPort(host, port).serve(timeout)
+
+
+class OpenPort:
+    """A port where ranks can connect already, before its store answers.
+
+    A store has threads, and a process with threads cannot be forked into ranks.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._key = host, port
+        self._listener: socket.socket | None = None
+        self._address = host
+        if self._key in _held:
+            return
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=1024)
+            try:
+                self._listener = socket.create_server((host, port), family=family, backlog=1024)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                self._listener = socket.create_server(("", port), family=family, backlog=1024)
+                self._address = "::1" if family == socket.AF_INET6 else "127.0.0.1"
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            listener = socket.create_server(("", port), family=family, backlog=1024)
-            host_here = "::1" if family == socket.AF_INET6 else "127.0.0.1"
-    except OSError as error:
-        raise LaunchError(
-            f"Port {port} on {host} cannot be opened for the rendezvous "
-            f"({os.strerror(error.errno or 0)}). Another program or run may hold it. Give every "
-            "node another --port."
-        ) from error
-    store = TCPStore(
-        host_here,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=datetime.timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    if port:
-        _held[host, port] = store
-    return store
+            raise LaunchError(
+                f"Port {port} on {host} cannot be opened for the rendezvous "
+                f"({os.strerror(error.errno or 0)}). Another program or run may hold it. Give "
+                "every node another --port."
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """Its number."""
+        if self._listener is None:
+            return self._key[1]
+        return int(self._listener.getsockname()[1])
+
+    def descriptors(self) -> list[int]:
+        """Its descriptor, until its store has it."""
+        return [] if self._listener is None else [self._listener.fileno()]
+
+    def serve(self, timeout: float) -> TCPStore:
+        """Lets a store answer there."""
+        if self._listener is None:
+            return _held[self._key]
+        port, listener, self._listener = self.port, self._listener.detach(), None
+        quieten_torch()
+        store = TCPStore(
+            self._address,
+            port,
+            is_master=True,
+            timeout=datetime.timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        if self._key[1]:
+            _held[self._key] = store
+        return store
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:
@@ -142,6 +177,7 @@ def connect(host: str, port: int, timeout: float) -> TCPStore:
         if time.monotonic() > deadline:
             raise LaunchError(late)
         time.sleep(_RETRY_SECONDS)
+    quieten_torch()  # what answers may be no store
     return in_time(
         lambda: TCPStore(
             host,
@@ -152,6 +188,9 @@ def connect(host: str, port: int, timeout: float) -> TCPStore:
         ),
         deadline,
         late,
+        f"The rendezvous at {host}:{port} could not be reached: something else holds that port, or "
+        "what held it has just ended. Start rank 0 on that host with the same --port, or choose "
+        "another port on every node.",
     )
 
 
@@ -163,7 +202,9 @@ def _answers(host: str, port: int, deadline: float) -> bool:
     wait = max(_RETRY_SECONDS, deadline - time.monotonic())
     try:
         with socket.create_connection((host, port), wait) as probe:
-            return not select.select([probe], [], [], _GREETING_SECONDS)[0]
+            greeting = select.poll()  # unlike select.select it takes any descriptor
+            greeting.register(probe, select.POLLIN)
+            return not greeting.poll(1000 * _GREETING_SECONDS)
     except OSError:
         return False
 
@@ -205,20 +246,20 @@ def depart(
         if not is_gone(store):
             if farewell is not None:
                 store.set(f"farewell/{farewell[0]}", json.dumps(farewell[1]))
-            store.add("left", 1)
+            count(store, "left", 1)
             await_departures(store, world_size, seconds)
 
     # The process that holds the store may have ended already, or be unreachable.
-    with contextlib.suppress(LaunchError):
+    with contextlib.suppress(LaunchError, DesyncError):
         in_time(leave, time.monotonic() + seconds + STORE_SECONDS, "the store does not answer")
 
 
 def farewells(store: Store, world_size: int) -> dict[int, dict[str, Any]]:
     """What the ranks that have left said, by rank."""
-    if store.add("left", 0) == 0:  # one question instead of one for each rank
+    if count(store, "left") == 0:  # one question instead of one for each rank
         return {}
-    keys = {rank: f"farewell/{rank}" for rank in range(world_size)}
-    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+    found = {rank: posts.read(store, f"farewell/{rank}", _FAREWELL) for rank in range(world_size)}
+    return {rank: each for rank, each in found.items() if each is not None}
 
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:
@@ -226,8 +267,23 @@ def await_departures(store: Store, world_size: int, seconds: float) -> None:
     await_count(store, "left", world_size, seconds)
 
 
-def await_count(store: Store, key: str, count: int, seconds: float) -> None:
+def await_count(store: Store, key: str, number: int, seconds: float) -> None:
     """Waits until a counter in the store has reached a number, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
-    while store.add(key, 0) < count and time.monotonic() < deadline:
+    while count(store, key) < number and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+
+
+def count(store: Store, key: str, more: int = 0) -> int:
+    """Adds to a counter in the store, and returns what it is then.
+
+    Raises:
+        DesyncError: If something else is posted there.
+    """
+    try:
+        return store.add(key, more)
+    except RuntimeError:
+        # The store hangs up on whoever adds to what is no number; another connection can read it.
+        if not is_gone(store) and (again := own_connection(store)).check([key]):
+            posts.parse(again.get(key) or b" ", key, _COUNTER)
+        raise

@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy
+import numpy.typing
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,6 +16,8 @@ from torchbearer_ddp.group import collectives, layouts
 #: How much a device looks at in one go; words take a few times this memory.
 _PIECE_BYTES = 64 * 2**20
 _WORD_BYTES = 8
+#: A prime, so that the rows of a matrix do not fall into the same columns if they change places.
+_COLUMNS = 4093
 #: An odd number with bits all over a word.
 _MIX = 0x1E3779B97F4A7C15
 
@@ -30,6 +34,15 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
     for indices in by_device.values():
         on_host[indices] = torch.stack([found[index] for index in indices]).cpu()
     return on_host
+
+
+def difference(
+    names: Sequence[str], mine: torch.Tensor, digests: Sequence[str]
+) -> tuple[str, str] | None:
+    """The same for checksums of which all ranks know the digests; collective if these differ."""
+    if len(set(digests)) == 1:
+        return None
+    return first_difference(names, collectives.all_gather(mine, "the checksums of the replicas"))
 
 
 def first_difference(
@@ -50,9 +63,18 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
         return device_checksum(parts)
     crc = 0
     for part in parts:
-        data: Any = layouts.to_bytes(part).numpy()
-        crc = zlib.crc32(data, crc)
+        crc = _host_checksum(layouts.to_bytes(part).numpy(), crc)
     return torch.tensor(crc)
+
+
+def _host_checksum(data: numpy.typing.NDArray[numpy.uint8], crc: int) -> int:
+    """A checksum of bytes on the host, in a third of the time that all of them take a CRC.
+
+    Words are added in columns, which is as fast as memory, and the sums go into the CRC.
+    """
+    whole = len(data) - len(data) % (_COLUMNS * _WORD_BYTES)
+    columns: Any = data[:whole].view(numpy.int64).reshape(-1, _COLUMNS).sum(axis=0)
+    return zlib.crc32(data[whole:], zlib.crc32(columns, crc))  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -99,8 +99,12 @@ def handle(signum: int, frame: FrameType | None) -> None:
         # A SIGTERM after SIGUSR2 is Slurm's last warning before SIGKILL: use the time that is left.
         return
     request.signum, request.at = signum, now
-    if request.polled:
-        return
+    if not request.polled:
+        interrupt(signum)
+
+
+def interrupt(signum: int) -> NoReturn:
+    """Raises what a signal raises in a Python program that stops for it."""
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + signum)

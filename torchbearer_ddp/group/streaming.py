@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.group import wire
 
 #: Overwrites a tensor with rank zero's.
@@ -33,14 +34,16 @@ def broadcast(mine: wire.Encoded | None, exchange: Exchange, name: str) -> wire.
         _write_head(head, mine)
     exchange(head, name)
     length, size = head[:_PREFIX_BYTES].view(torch.int64).tolist()
-    if size <= HEAD_BYTES - _PREFIX_BYTES:
-        return mine or _read_head(head[_PREFIX_BYTES:][:size], length)
+    with wire.received(0, name):
+        checked.byte_count(size, "the length of the message")
+        checked.whole(0, size)(length, "the length of its text")
+        if size <= HEAD_BYTES - _PREFIX_BYTES:
+            return mine or _read_head(head[_PREFIX_BYTES:][:size], length)
     more = f"{name} (continued)"
     text = torch.empty(length, dtype=torch.uint8) if mine is None else mine.text
     exchange(text, more)
     if mine is None:
-        blobs = [torch.empty(each, dtype=torch.uint8) for each in wire.sizes(text)]
-        mine = wire.Encoded(text, blobs)
+        mine = _memory_for(text, size, name)
     for piece in _pieces(mine.blobs):
         if len(piece) == 1:
             exchange(piece[0], more)
@@ -54,6 +57,14 @@ def broadcast(mine: wire.Encoded | None, exchange: Exchange, name: str) -> wire.
     return mine
 
 
+def _memory_for(text: torch.Tensor, size: int, name: str) -> wire.Encoded:
+    """The received text, and memory for the tensors that follow."""
+    with wire.received(0, name):
+        sizes = wire.sizes(text)
+        checked.one_of(size - len(text))(sum(sizes), "the length of its tensors")
+    return wire.Encoded(text, [torch.empty(each, dtype=torch.uint8) for each in sizes])
+
+
 def _write_head(head: torch.Tensor, mine: wire.Encoded) -> None:
     head[:_PREFIX_BYTES].view(torch.int64).copy_(torch.tensor([len(mine.text), mine.size]))
     if mine.size <= HEAD_BYTES - _PREFIX_BYTES:
@@ -62,7 +73,9 @@ def _write_head(head: torch.Tensor, mine: wire.Encoded) -> None:
 
 def _read_head(content: torch.Tensor, length: int) -> wire.Encoded:
     text, rest = content[:length], content[length:]
-    return wire.Encoded(text, [blob.clone() for blob in torch.split(rest, wire.sizes(text))])
+    sizes = wire.sizes(text)
+    checked.one_of(len(rest))(sum(sizes), "the length of its tensors")
+    return wire.Encoded(text, [blob.clone() for blob in torch.split(rest, sizes)])
 
 
 def _pieces(blobs: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

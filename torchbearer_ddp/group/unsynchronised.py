@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchbearer_ddp import checked
+from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import local_work, membership
 from torchbearer_ddp.log import logger
 
@@ -92,7 +94,9 @@ def _place_in_world() -> tuple[int, int]:
     if group is not None:
         return group.member.rank, group.member.world_size
     if membership.single() is None and _TORCHRUN in os.environ:
-        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        with checked.as_error(LaunchError, after=". torchrun sets it: leave it as it is."):
+            rank = checked.variable(os.environ, "RANK", 0, 0)
+            return rank, checked.variable(os.environ, "WORLD_SIZE", 1, 1)
     return 0, 1
 
 

@@ -6,6 +6,9 @@ same number and different activities are out of step (``DesyncError``). A rank t
 nothing by the timeout is unresponsive (``PeerLost``); one that keeps publishing an older number is
 itself waiting and is not blamed. The first conclusion is recorded in the store and raised by every
 rank.
+
+Only a few ranks, the judges, read what all have published, each with one request; the others read
+conclusions. If no judge has come to one some time after the timeout, every rank reads for itself.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ import torch.distributed as dist
 # torch.distributed exports these names as well, but its type hints lack them.
 from torch._C._distributed_c10d import Store
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import DesyncError, DistributedError, LaunchError, PeerLost
-from torchbearer_ddp.group import debug, debugging, failures
+from torchbearer_ddp.group import board, debug, debugging, failures, posts
 from torchbearer_ddp.group.bounded import in_background, in_time
 from torchbearer_ddp.group.membership import FIRST_STEP_TIMEOUTS, Group
 from torchbearer_ddp.group.place import users_place
@@ -45,6 +49,9 @@ _STORE_SECONDS = 2.0
 #: How long a device is left alone between two looks at what it has done.
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 20e-6, 1e-3
 _NO_ANSWER = "the store does not answer"
+#: A rank that is no judge reads the board itself if after so many looks no judge has concluded.
+_JUDGES_LOOKS = 3
+_LOST = checked.items(checked.whole(0))
 
 
 class Wait:
@@ -63,6 +70,8 @@ class Wait:
         self._activity = activity
         self._started = time.monotonic()
         self._polls = 0
+        self._last_poll = self._last_answer = -math.inf
+        self._pace = board.pace(group.member.rank, group.member.world_size)
         #: Where the user's code waits, see :func:`users_place`.
         self._place = ""
         #: The last entry of each rank that is behind, and when that entry was new.
@@ -81,10 +90,15 @@ class Wait:
             PeerLost: If another rank has failed, or is unresponsive at the timeout.
             DesyncError: If another rank waits for something else.
         """
-        deadline = max(time.monotonic(), self._started + self.timeout) + _STORE_SECONDS
+        now = time.monotonic()
+        must_conclude = self._pace.is_judge and now - self._started > self.timeout
+        if max(POLL_SECONDS, now - self._last_poll) < self._pace.pause and not must_conclude:
+            return  # many ranks: the store could not answer all of them every second
+        self._last_poll = now
+        deadline = max(now, self._started + self.timeout) + _STORE_SECONDS + self._pace.grace
         self._place = users_place()
         try:
-            in_time(self._compare_with_others, deadline, _NO_ANSWER)
+            self._ask(self._compare_with_others, deadline)
         except DistributedError as error:
             self._group.broken = True
             debug.report("a wait failed")
@@ -95,17 +109,19 @@ class Wait:
     def connection_error(self, error: Exception, lost: int | None = None) -> DistributedError:
         """The error to raise when the transport fails: the failed rank's own, if it recorded one.
 
-        One of this rank's device, such as a failed assertion there, is the first cause itself.
+        One of this rank's device, such as a failed assertion there, or of its loader is the first
+        cause itself.
 
         ``lost`` is the rank that has ended, if the transport knows it.
         """
         self._group.broken = True
-        if isinstance(error, torch.AcceleratorError):
+        if isinstance(error, torch.AcceleratorError) or failures.tells_of_a_dead_worker(error):
             raise error
         self._place = users_place()
-        deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS
+        longer = self._pace.pause + self._pace.grace
+        deadline = time.monotonic() + _CAUSE_SECONDS + _STORE_SECONDS + longer
         try:
-            silent = in_time(self._await_cause, deadline, _NO_ANSWER)
+            silent = self._ask(self._await_cause, deadline)
         except LaunchError:
             # Rank 0, or the launcher on its host, held the store.
             silent = [0] if self._group.member.rank != 0 else []
@@ -122,6 +138,14 @@ class Wait:
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
         )
+
+    def _ask(self, action: Callable[[], _T], deadline: float) -> _T:
+        """Runs what asks the store; one that answers is not lost, however slow it is."""
+        late = lambda: self._last_answer + _STORE_SECONDS + self._pace.grace  # noqa: E731
+        return in_time(action, deadline, _NO_ANSWER, extended=late)
+
+    def _answered(self) -> None:
+        self._last_answer = time.monotonic()
 
     def _store_lost(self, *, ended: bool) -> PeerLost:
         holder, waiter = self._names([0]), f"rank {self._group.member.rank}"
@@ -142,29 +166,40 @@ class Wait:
         if debugging.holder.found(self._group.store, self._group.member.rank):
             self._started = time.monotonic()
             return
+        late = time.monotonic() - self._started - self.timeout
+        if not self._pace.is_judge and late < _JUDGES_LOOKS * max(self._pace.pause, POLL_SECONDS):
+            return
         entries = self._entries()
         if any(self._is_out_of_step(entry) for entry in entries.values()):
             message = (
-                f"Ranks are out of step: {_activities(entries)}. Every rank must run the same "
+                f"Ranks are out of step: {board.activities(entries)}. Every rank must run the same "
                 "steps; look for a branch, a loop or a callback that only some ranks have."
             )
             self._record_conclusion(DesyncError, message)
-        if time.monotonic() - self._started > self.timeout:
+        if late > 0:
             self._record_conclusion(PeerLost, self._unresponsive_message(entries))
 
     def _await_cause(self) -> list[int]:
         """Raises the cause as soon as it is recorded, else returns the silent ranks."""
-        deadline = time.monotonic() + _CAUSE_SECONDS
-        silent: list[int] = []
+        deadline = time.monotonic() + _CAUSE_SECONDS + self._pace.pause
+        entries: dict[int, dict[str, Any]] = {}
         while time.monotonic() < deadline:
             # Sleep first: a process that ends closes its connections one by one, and if it held
             # the store, the store must not be used any more.
-            time.sleep(_CAUSE_POLL_SECONDS)
+            time.sleep(max(_CAUSE_POLL_SECONDS, self._pace.pause / 4))
             self._publish()
             self._raise_conclusion()
+            if self._pace.is_judge:
+                entries = self._entries()
+        store, everyone = self._group.store, range(self._group.member.world_size)
+        if len(everyone) <= board.JUDGES:
+            return [rank for rank in everyone if rank not in entries]
+        # Of many ranks the first to find out tells the others.
+        if (found := posts.read(store, "lost", _LOST)) is None:
             entries = self._entries()
-            silent = [r for r in range(self._group.member.world_size) if r not in entries]
-        return silent
+            silent = [rank for rank in everyone if rank not in entries]
+            found = posts.first(store, "lost", silent, _LOST)
+        return [rank for rank in found if rank in everyone]
 
     # What each waiting rank publishes.
 
@@ -177,19 +212,18 @@ class Wait:
 
     def _entries(self) -> dict[int, dict[str, Any]]:
         """The entries of ranks that wait, for this exchange, a later or an earlier one."""
-        entries = {}
-        for rank in range(self._group.member.world_size):
-            entry = _read(self._group.store, f"waiting/{rank}")
-            if entry and (entry["sequence"] >= self._sequence or self._is_recent(rank, entry)):
-                entries[rank] = entry
-        return entries
+        return {
+            rank: entry
+            for rank, entry in board.read(self._group, self._answered).items()
+            if entry["sequence"] >= self._sequence or self._is_recent(rank, entry)
+        }
 
     def _is_recent(self, rank: int, entry: dict[str, Any]) -> bool:
         """True if a rank has published something new during this wait, and recently."""
         now = time.monotonic()
         before, since = self._behind.get(rank, (entry, -math.inf))
         self._behind[rank] = entry, now if entry != before else since
-        return now - self._behind[rank][1] < 3 * POLL_SECONDS
+        return now - self._behind[rank][1] < 3 * max(self._pace.pause, POLL_SECONDS)
 
     def _is_out_of_step(self, entry: dict[str, Any]) -> bool:
         return bool(entry["sequence"] == self._sequence and entry["activity"] != self._activity)
@@ -198,8 +232,8 @@ class Wait:
         silent = [r for r in range(self._group.member.world_size) if r not in entries]
         if not silent:
             return (
-                f"Every rank still waits after {self.timeout:g} s: {_activities(entries)}. What "
-                "one of them sent has not reached the other. Check the network between their hosts."
+                f"Every rank still waits after {self.timeout:g} s: {board.activities(entries)}. "
+                "What one of them sent has not reached the other. Check the network between them."
             )
         return (
             f"Rank {self._names(silent)} did not answer within {self.timeout:g} s while the others "
@@ -215,21 +249,10 @@ class Wait:
         self._raise_conclusion()
 
     def _raise_conclusion(self) -> None:
-        store = self._group.store
-        if failure := _read(store, "failure"):
-            # On its own host the failed rank shows its traceback itself.
-            trace = failure["trace"] if failure["host"] != socket.gethostname() else ""
-            raise PeerLost(
-                f"Rank {failure['rank']} on {failure['host']} {failure['what']} "
-                f"(Rank {self._group.member.rank} stopped because of it.)"
-                + (f"\n\n{trace}" if trace else ""),
-                rank=failure["rank"],
-                host=failure["host"],
-            )
-        if conclusion := _read(store, "conclusion"):
-            kind = {"DesyncError": DesyncError, "PeerLost": PeerLost}[conclusion["kind"]]
-            raise kind(conclusion["message"])
-        self._raise_if_left()
+        board.raise_recorded(self._group, self._answered)
+        if self._pace.is_judge or self._polls > _JUDGES_LOOKS:
+            self._raise_if_left()
+            self._answered()
 
     def _raise_if_left(self) -> None:
         """Raises if a rank that this exchange needs has left the group."""
@@ -245,22 +268,11 @@ class Wait:
             self._record_conclusion(DesyncError, message)
 
     def _names(self, ranks: list[int]) -> str:
-        return ", ".join(f"{r} on {self._group.hosts[r]}" for r in ranks) or "?"
+        return board.names(ranks, self._group.hosts)
 
 
 #: Waits for a work object of torch.distributed.
 Waiter = Callable[[Any, Wait], None]
-
-
-def _read(store: Store, key: str) -> Any:
-    return json.loads(store.get(key)) if store.check([key]) else None
-
-
-def _activities(entries: dict[int, dict[str, Any]]) -> str:
-    """A list of what each rank waits for."""
-    return ", ".join(
-        f"rank {rank} waits for {entry['activity']}" for rank, entry in sorted(entries.items())
-    )
 
 
 def waiter(channel: Any) -> Waiter:

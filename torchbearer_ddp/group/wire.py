@@ -10,16 +10,31 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchbearer_ddp import checked
+from torchbearer_ddp.checked import Unexpected
+from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import layouts
-from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
+from torchbearer_ddp.group.plain_data import DEEPEST, PlainDataWalker, type_name
 
 _LENGTH_BYTES = 8
 _CONTAINERS = {"list": list, "tuple": tuple, "set": set}
+#: What messages call what was received.
+_MESSAGE = "the message"
+#: Whole numbers with more bits are sent in base 16: JSON's have as many digits as Python prints.
+_LARGE_BITS = 8192
+_LAYOUTS = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+_DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and each.itemsize
+}
+_SHAPE = checked.items(checked.whole(0, 2**62))
 
 
 @dataclass
@@ -63,7 +78,23 @@ def take_apart(value: Any) -> Encoded:
         TypeError: If the value holds something that is not plain data; the message names it.
     """
     encoder = _Encoder()
-    return Encoded(_text(encoder.walk(value, "value")), encoder.blobs)
+    try:
+        return Encoded(_text(encoder.walk(value, "value")), encoder.blobs)
+    except RecursionError:
+        raise TypeError(
+            f"value holds itself, or more than {DEEPEST} lists or dicts in each other, which "
+            "cannot be sent to other ranks. Make it flatter."
+        ) from None
+
+
+def received(sender: int, name: str) -> AbstractContextManager[None]:
+    """Raises what is wrong with a message as an error that names the rank and the exchange."""
+    return checked.as_error(
+        DesyncError,
+        f"What rank {sender} sent for {name} cannot be read: ",
+        ". It runs another version of torchbearer_ddp, another program takes part in the run, or "
+        "the network damages data.",
+    )
 
 
 def encode(value: Any) -> torch.Tensor:
@@ -72,23 +103,46 @@ def encode(value: Any) -> torch.Tensor:
 
 
 def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
-    """Unpacks what :func:`encode` made, with tensors that were not on the CPU on the device."""
-    length = int.from_bytes(packed[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    text, blobs = torch.split(
-        packed[_LENGTH_BYTES:], [length, len(packed) - _LENGTH_BYTES - length]
-    )
-    # A clone is aligned for its dtype, which a view at any byte offset is not.
-    return build(text, (blob.clone() for blob in torch.split(blobs, sizes(text))), device)
+    """Unpacks what :func:`encode` made, with tensors that were not on the CPU on the device.
+
+    Raises:
+        Unexpected: If it was not made by :func:`encode`.
+    """
+    with checked.damage(_MESSAGE):
+        length = int.from_bytes(packed[:_LENGTH_BYTES].numpy().tobytes(), "little")
+        text, blobs = torch.split(
+            packed[_LENGTH_BYTES:], [length, len(packed) - _LENGTH_BYTES - length]
+        )
+        # A clone is aligned for its dtype, which a view at any byte offset is not.
+        return build(text, (blob.clone() for blob in torch.split(blobs, sizes(text))), device)
 
 
 def sizes(text: torch.Tensor) -> list[int]:
-    """The number of bytes of each tensor in an encoded value."""
-    return list(_sizes(json.loads(text.numpy().tobytes())))
+    """The number of bytes of each tensor in an encoded value.
+
+    Raises:
+        Unexpected: If any part of the text is not what :func:`take_apart` writes.
+    """
+    with checked.damage(_MESSAGE):
+        tree = _tree(text)
+        if isinstance(tree, list) and tree[0] == "failure":
+            checked.items(checked.items(checked.text(), 2), 1)(tree[1:], _MESSAGE)
+            return []
+        return list(_sizes(tree))
 
 
 def build(text: torch.Tensor, blobs: Iterator[torch.Tensor], device: Any = "cpu") -> Any:
-    """Rebuilds a value on the memory of its tensors' bytes, each of which is aligned."""
-    return _Decoder(blobs, device).build(json.loads(text.numpy().tobytes()))
+    """Rebuilds a value on the memory of its tensors' bytes, each of which is aligned.
+
+    Raises:
+        Unexpected: If the bytes are not what the text says.
+    """
+    with checked.damage(_MESSAGE):
+        return _Decoder(blobs, device).build(_tree(text))
+
+
+def _tree(text: torch.Tensor) -> Any:
+    return checked.from_json(text.numpy().tobytes(), checked.anything, _MESSAGE, len(text))
 
 
 def _text(tree: Any) -> torch.Tensor:
@@ -96,17 +150,57 @@ def _text(tree: Any) -> torch.Tensor:
 
 
 def _sizes(node: Any) -> Iterator[int]:
-    if not isinstance(node, list) or node[0] == "failure":
+    """Checks a part and all in it; yields the bytes of its tensors."""
+    if not isinstance(node, list):
+        if isinstance(node, dict):
+            raise Unexpected(f"{_MESSAGE} holds {checked.shown(node)}, which is not sent")
         return
     kind, *rest = node
     if kind == "tensor":
-        yield math.prod(rest[1]) * int(getattr(torch, rest[0]).itemsize)
+        yield _tensor_size(*rest)
     elif kind in ("array", "bytes"):
-        yield from _sizes(rest[0])
-    elif kind != "float":
-        for items in rest[3:] if kind == "sparse" else rest:
+        (inner,) = rest
+        checked.one_of("tensor")(inner[0], _MESSAGE)
+        yield from _sizes(inner)
+    elif kind == "float":
+        checked.items(checked.one_of("inf", "-inf", "nan"), 1)(rest, _MESSAGE)
+    elif kind == "int":
+        checked.items(checked.text(), 1)(rest, _MESSAGE)
+    elif kind == "sparse":
+        layout, shape, coalesced, parts = rest
+        checked.one_of(*_LAYOUTS)(layout, _MESSAGE)
+        _SHAPE(shape, _MESSAGE)
+        checked.boolean(coalesced, _MESSAGE)
+        yield from _sizes(["list", parts])
+    else:
+        checked.one_of("dict", *_CONTAINERS)(kind, _MESSAGE)
+        for items in checked.items(checked.kind(list, "a list"), 1 + (kind == "dict"))(
+            rest, _MESSAGE
+        ):
             for item in items:
                 yield from _sizes(item)
+
+
+def _tensor_size(
+    dtype_name: Any, shape: Any, on_device: Any, strides: list[int] | None = None
+) -> int:
+    _SHAPE(shape, _MESSAGE)
+    checked.boolean(on_device, _MESSAGE)
+    if strides is not None and not _is_dense(shape, _SHAPE(strides, _MESSAGE)):
+        raise Unexpected(f"{_MESSAGE} has a tensor with the strides {strides[:9]}")
+    dtype = _DTYPES[checked.one_of(*_DTYPES)(dtype_name, _MESSAGE)]
+    return checked.byte_count(math.prod(shape) * dtype.itemsize, f"a tensor of {_MESSAGE}")
+
+
+def _is_dense(shape: list[int], strides: list[int]) -> bool:
+    """True if these strides reach each element of the tensor's memory once."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 class _Encoder(PlainDataWalker):
@@ -120,6 +214,8 @@ class _Encoder(PlainDataWalker):
             return ["bytes", self.tensor(_byte_tensor(value), "")]
         if isinstance(value, float) and not math.isfinite(value):
             return ["float", repr(value)]
+        if type(value) is int and value.bit_length() > _LARGE_BITS:
+            return ["int", hex(value)]
         return value
 
     def tensor(self, tensor: torch.Tensor, where: str) -> Any:
@@ -127,7 +223,7 @@ class _Encoder(PlainDataWalker):
             packed = [self.tensor(part, where) for part in parts]
             coalesced = layouts.is_coalesced(tensor)
             return ["sparse", _short(tensor.layout), list(tensor.shape), coalesced, packed]
-        if not layouts.is_strided(tensor):
+        if not layouts.is_strided(tensor) or tensor.is_meta:
             return self.other(tensor, where)
         plain = layouts.dense(tensor).cpu()
         self.blobs.append(layouts.memory(plain))
@@ -178,6 +274,8 @@ class _Decoder:
             return self.build(rest[0]).numpy().tobytes()
         if kind == "float":
             return float(rest[0])
+        if kind == "int":
+            return int(rest[0], 16)
         built = [[self.build(item) for item in items] for items in rest]
         if kind == "dict":
             return dict(zip(*built, strict=True))
@@ -190,7 +288,10 @@ class _Decoder:
         on_device: bool,
         strides: list[int] | None = None,
     ) -> torch.Tensor:
-        flat = next(self._blobs).view(getattr(torch, dtype_name))
+        memory, dtype = next(self._blobs), _DTYPES[dtype_name]
+        if dtype is torch.bool and memory.numel() and memory.max() > 1:
+            raise Unexpected(f"{_MESSAGE} has a byte other than 0 and 1 in a tensor of bool")
+        flat = memory.view(dtype)
         tensor = flat.reshape(shape) if strides is None else flat.as_strided(shape, strides)
         return tensor.to(self._device if on_device else "cpu")
 
