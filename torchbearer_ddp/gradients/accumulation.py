@@ -21,12 +21,16 @@ Held = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 class Accumulation:
-    """Holds gradients until so many batches are done, then lets their average pass."""
+    """Holds gradients until so many batches are done, then lets their average pass.
+
+    Attributes:
+        batches: Their number.
+    """
 
     def __init__(self, batches: int) -> None:
         if batches < 1:
             raise ValueError(f"accumulate is {batches}: give the number of batches, at least 1.")
-        self._batches = batches
+        self.batches = batches
         #: The epoch and the batch that were added last.
         self._last: tuple[int, int] | None = None
         self._begin()
@@ -47,7 +51,7 @@ class Accumulation:
     @property
     def is_used(self) -> bool:
         """True if a step takes several batches."""
-        return self._batches > 1
+        return self.batches > 1
 
     @property
     def holds_gradients(self) -> bool:
@@ -56,7 +60,7 @@ class Accumulation:
 
     def check(self, state: Any) -> None:
         """Refuses what cannot be added up over several batches."""
-        if self._batches == 1:
+        if self.batches == 1:
             return
         optimizer = state[torchbearer.OPTIMIZER]
         if closure_decides(optimizer):
@@ -80,11 +84,11 @@ class Accumulation:
     def goes_on(self, state: Any) -> bool:
         """True if the gradients of this batch wait for those of the next one."""
         batch: int = state[torchbearer.BATCH] + 1
-        return batch % self._batches != 0 and bool(batch != state[torchbearer.STEPS])
+        return batch % self.batches != 0 and bool(batch != state[torchbearer.STEPS])
 
     def restore(self, average: Average, weight: float) -> None:
         """Puts the gradients back, right before backward adds to them."""
-        if not counts_nothing(average, weight):
+        if not counts_nothing(average, weight) and not self._is_larger(average, weight):
             for parameter, gradient in self._in_units_of(weight, average):
                 parameter.grad = gradient
             self._held, self._unit = [], weight
@@ -100,7 +104,7 @@ class Accumulation:
         Returns:
             None if the gradients wait; else what all of the batches' losses divide by together.
         """
-        if self._batches == 1:
+        if self.batches == 1:
             return weight
         batch = state[torchbearer.EPOCH], state[torchbearer.BATCH]
         if batch == self._last:
@@ -113,12 +117,18 @@ class Accumulation:
             for parameter in _parameters(state):
                 parameter.grad = None
             weight, self._unit = 0.0, self._unit or 1.0
-        for parameter, added in self._in_units_of(weight, average):  # it was not restored
+        trained = _gradients(state)
+        unit = weight or self._unit
+        if self._is_larger(average, weight):
+            for parameter, gradient in _each(trained, torch._foreach_mul, weight / self._unit):
+                parameter.grad = gradient
+            unit = self._unit
+        for parameter, added in self._in_units_of(unit, average):  # it was not restored
             parameter.grad = added if parameter.grad is None else parameter.grad + added
-        self._held, self._unit = [], weight or self._unit
+        self._held, self._unit = [], unit
         self._batches_done += 1
         self._total += weight
-        trained: Held = [(p, p.grad) for p in _parameters(state) if p.grad is not None]
+        trained = _gradients(state)
         if self.goes_on(state):
             self._held = trained
             for parameter, _ in trained:
@@ -135,6 +145,10 @@ class Accumulation:
         self._begin()
         return total
 
+    def _is_larger(self, average: Average, weight: float) -> bool:
+        """True if held gradients in units of this weight could leave the range of fp16."""
+        return average is Average.WEIGHTED and bool(self._held) and 0 < weight < self._unit
+
     def _in_units_of(self, weight: float, average: Average) -> Held:
         """The held gradients, scaled so that those of a batch of this weight can be added."""
         if average is not Average.WEIGHTED or not weight:
@@ -148,6 +162,10 @@ def _each(held: Held, operation: Callable[..., Any], number: float) -> Held:
         return held
     parameters, gradients = zip(*held, strict=True)
     return list(zip(parameters, operation(gradients, number), strict=True))
+
+
+def _gradients(state: Any) -> Held:
+    return [(p, p.grad) for p in _parameters(state) if p.grad is not None]
 
 
 def _parameters(state: Any) -> list[torch.nn.Parameter]:

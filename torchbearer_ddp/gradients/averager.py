@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.gradients.exchange import Trained
+from torchbearer_ddp.gradients import drift
+from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import MAX_GROUPS, MODULUS, RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import GradientOrder, Marks, name_hooks
 from torchbearer_ddp.gradients.known_optimizers import KnownOptimizers
-from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.reducer import Reducer
+from torchbearer_ddp.gradients.spare import Spare
 from torchbearer_ddp.gradients.weights import Average, Weights
-from torchbearer_ddp.group import collectives, replicas, trained
+from torchbearer_ddp.group import agreement, layouts, replicas, trained
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.log import announce
 
@@ -23,16 +25,11 @@ _WRAPPED = "the model is wrapped in DistributedDataParallel, which averages the 
 
 
 class Averager:
-    """Keeps a reducer for what is trained, and makes it anew when that changes.
-
-    Args:
-        options: How gradients are exchanged.
-        skip: Modules and parameters that are left to each rank.
-    """
+    """Keeps a reducer for what is trained, and makes it anew when that changes."""
 
     def __init__(self, options: Options, skip: Iterable[Any] = ()) -> None:
         self._options = options
-        self._skip = list(skip)
+        self.skip = list(skip)
         self._marks = Marks()
         self._parameters: trained.Named = []
         self._optimizers = KnownOptimizers()
@@ -65,6 +62,8 @@ class Averager:
         #: True if messages of a backward pass that failed are still under way.
         self._failed = False
         self._announced = False
+        self._spare = Spare()
+        self._trained: list[Trained] = []
         #: None until the first exchange, and after :meth:`close`.
         self.reducer: Reducer | None = None
 
@@ -73,7 +72,7 @@ class Averager:
         wrapped = trained.averaged_by_torch(state)
         if wrapped and not self._announced:
             announce(_WRAPPED)
-        found = trained.parameters(state, [*self._skip, *wrapped])
+        found = trained.parameters(state, [*self.skip, *wrapped])
         optimizers = trained.optimizers(state)
         kinds: list[Any] = [(name, *_kind(parameter)) for name, parameter in found]
         kinds += map(id, optimizers.values())
@@ -85,7 +84,7 @@ class Averager:
             if before:  # in this run: each rank has made them with its own random numbers
                 self._strangers = [(name, p) for name, p in found if id(p) not in before]
             self._optimizers = KnownOptimizers(optimizers)
-            left_out = [p for each in [*self._skip, *wrapped] for p in trained.parameters_of(each)]
+            left_out = [p for each in [*self.skip, *wrapped] for p in trained.parameters_of(each)]
             self._left_out = frozenset(map(id, left_out))
             self._known = {*self._left_out, *(id(parameter) for _, parameter in found)}
             self._order = GradientOrder([parameter for _, parameter in found])
@@ -195,6 +194,12 @@ class Averager:
                 "default, before each backward pass; SyncGradients(accumulate=...) adds up batches."
             )
 
+    def rest(self, group: Group | None) -> None:
+        """Ends a run: its buckets are kept for the next one, unless an exchange was cut short."""
+        if self.reducer is not None and group is not None and not self._options.is_lossy:
+            self._spare.keep(self.reducer, group, self._parameters, self._trained)
+        self.forget()
+
     def forget(self) -> None:
         """Drops all of it, also after a run that failed; the gradients stay valid."""
         self._order.close()
@@ -275,13 +280,13 @@ class Averager:
         return f"before the step of {name}" if site else "after a backward pass"
 
     def _agree_on_frozen(self, **extra: Any) -> list[dict[str, Any]]:
-        return collectives.agree(
+        return agreement.agree(
             {
-                name: f"{tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
+                name: f"{layouts.described(parameter)}, requires_grad={parameter.requires_grad}"
                 for name, parameter in self._parameters
             },
             "what is trained",
-            "Train, freeze and unfreeze the same parameters on every rank at the same step.",
+            "Train, freeze and unfreeze the same parameters, in one memory format, on every rank.",
             extra=extra,
         )
 
@@ -297,11 +302,15 @@ class Averager:
             weight=report.weight,
             expected=self.expected,
             regular=self.regular,
+            spare=self._spare.is_ready(group, self._parameters),
         )
+        if not all(each["spare"] for each in everyone):
+            self._spare.drop()
         if any(each["failed"] for each in everyone):
             group.renew_gradients()
         self._failed = False
-        self._align_strangers([each["strangers"] for each in everyone])
+        drift.align_strangers(self._strangers, [each["strangers"] for each in everyone])
+        self._strangers = []
         weights = [max(each["weight"], each["expected"]) for each in everyone]
         self.regular = max(each["regular"] for each in everyone) or max(weights) or 1.0
         active = {index for each in everyone for index in each["active"]}
@@ -316,30 +325,19 @@ class Averager:
             owner: min(number, MAX_GROUPS - 1)
             for number, owner in enumerate(sorted(set(owners.values())))
         }
-        self.reducer = Reducer(
-            group,
-            [Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse) for i in wanted],
-            self._options,
-            Weights(group.member.world_size, self.regular),
-            self._marks,
-        )
+        self._trained = [
+            Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse) for i in wanted
+        ]
+        rule = Weights(group.member.world_size, self.regular)
+        self.reducer = self._spare.take(self._trained)
+        if self.reducer is None:
+            self.reducer = Reducer(group, self._trained, self._options, rule, self._marks)
+        else:
+            self.reducer.reopen(rule, self._marks)
         if not self._announced:
             name_hooks(self._parameters)
             announce(self.reducer.choice)
             self._announced = True
-
-    def _align_strangers(self, checksums: list[torch.Tensor]) -> None:
-        """Gives every rank rank zero's values of parameters that appeared during the run."""
-        names = [name for name, _ in self._strangers]
-        if difference := replicas.first_difference(names, checksums):
-            announce(
-                f"{difference[0]} on rank {difference[1]} differed from rank 0 at its first step; "
-                "every rank now has rank 0's. Make it before run(), where random numbers are equal "
-                "on all ranks"
-            )
-            tensors = [tensor.data for _, tensor in self._strangers]
-            collectives.broadcast_tensors(tensors, "parameters that appeared during the run")
-        self._strangers = []
 
 
 def _kind(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

@@ -19,12 +19,10 @@ class GradientBucket(Bucket):
     """A bucket and the gradients in it.
 
     Attributes:
-        group: The group of parameters that travel together; a bucket holds one group only.
         indices: The parameters in it, by their index in the list of parameters.
         views: The gradients in it, each in the shape and strides of its parameter.
     """
 
-    group: int = 0
     indices: list[int] = field(default_factory=list)
     views: list[torch.Tensor] = field(default_factory=list)
 
@@ -50,6 +48,7 @@ def plan(
             open_buckets[kind] = bucket
             buckets.append(bucket)
         bucket.indices.append(index)
+        bucket.parameters.append(parameter)
         bucket.numel += parameter.numel()
         limit = bucket_bytes or _default_bytes(parameter.device)
         if bucket.numel * parameter.element_size() >= limit:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
 import random
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -15,6 +17,8 @@ import torch
 
 #: How far to follow functions that use other functions, and lists inside of lists.
 _DEPTH = 3
+#: Whose objects are not looked into: writers and loaders, which other threads may use.
+_LIBRARIES = ("numpy", "tensorboardX", "torch", "torchbearer", "torchbearer_ddp", "torchvision")
 
 
 def parts_of(criterion: Any) -> list[Any]:
@@ -67,9 +71,16 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
 def on_copies(criterion: Any, state: Any) -> Iterator[None]:
     """Lets a criterion's objects, and the buffers of modules in the state, be copies of themselves.
 
-    Nothing is written to the originals: autograd may have saved them for backward.
+    Nothing is written to the originals: autograd may have saved them for backward. What its
+    functions count in variables and in objects around them is as before, too.
     """
-    lists = [(vars(each), list(vars(each))) for each in parts_of(criterion)]
+    found: dict[int, Any] = {}
+    _collect(criterion, found, _DEPTH)
+    functions = [each for each in found.values() if isinstance(each, types.FunctionType)]
+    for value in (each for function in functions for each in _used_by(function)):
+        if _is_of_the_user(value):
+            found.setdefault(id(value), value)
+    lists = [(vars(each), list(vars(each))) for each in found.values()]
     modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
     lists += [(vars(m), ["_buffers"]) for module in modules for m in module.modules()]
     with contextlib.ExitStack() as stack:
@@ -78,7 +89,40 @@ def on_copies(criterion: Any, state: Any) -> Iterator[None]:
             if all(name in attributes for name in names):
                 stack.callback(_put_back, attributes, dict(attributes))
                 attributes.update({name: _copied(attributes[name], _DEPTH) for name in names})
+        for function in functions:
+            _copy_variables(function, stack)
         yield
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """True for an object such as a meter: not one of torch or Python, with threads of its own."""
+    if isinstance(value, type | types.ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return True
+    package = type(value).__module__.partition(".")[0]
+    return package not in sys.stdlib_module_names and package not in _LIBRARIES
+
+
+def _copy_variables(function: types.FunctionType, stack: contextlib.ExitStack) -> None:
+    """Lets the variables that a function may assign or change be copies, until the stack ends."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            before = cell.cell_contents
+            stack.callback(setattr, cell, "cell_contents", before)
+            cell.cell_contents = _copied(before, _DEPTH)
+    names = function.__code__.co_names
+    values = function.__globals__
+    known = {name: values[name] for name in names if name in values}
+    stack.callback(_put_back_some, values, names, known)
+    values.update({name: _copied(value, _DEPTH) for name, value in known.items()})
+
+
+def _put_back_some(values: dict[str, Any], names: Iterable[str], before: dict[str, Any]) -> None:
+    for name in names:
+        if name not in before:
+            values.pop(name, None)
+    values.update(before)
 
 
 def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:

@@ -8,7 +8,28 @@ from dataclasses import dataclass, field
 import torch
 
 from torchbearer_ddp.gradients.header import RankReport
+from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.weights import Average
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are exchanged.
+
+    Attributes:
+        transport: The name of the transport, or ``auto``.
+        bucket_bytes: The size of a bucket, or None for what suits the device.
+        compress: What travels instead of single precision, or None.
+    """
+
+    transport: str = "auto"
+    bucket_bytes: int | None = None
+    compress: str | Compression | None = None
+
+    @property
+    def is_lossy(self) -> bool:
+        """True if other numbers travel than the gradients, and something may be carried over."""
+        return Compression.of(self.compress).describe() is not None
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,7 @@ class Exchange:
         is_full: True if it has one for every parameter.
         average: What the gradients become.
         empty: True if this rank counts nothing.
+        usual: All gradients, if nothing about them is unusual; else empty.
         factor: What this rank's gradients are multiplied by.
         indices: The parameters that take part.
         kept: Gradients, by parameter, to put back if no rank has a new one in their place.
@@ -45,6 +67,7 @@ class Exchange:
     used: list[bool]
     average: Average
     empty: bool
+    usual: list[torch.Tensor] = field(default_factory=list)
     factor: float = 1.0
     indices: Sequence[int] = ()
     kept: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -132,6 +132,11 @@ class StepSummary:
     def used(self) -> list[bool]:
         """One entry per parameter: whether any rank has a gradient for it."""
         return (self.marks > 0).tolist()  # type: ignore[no-any-return]
+
+
+def bits(numbers: Iterable[int]) -> int:
+    """A number with these bits set."""
+    return functools.reduce(lambda known, number: known | 1 << number, numbers, 0)
 
 
 class Header:

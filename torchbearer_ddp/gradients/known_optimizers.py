@@ -16,11 +16,11 @@ class KnownOptimizers:
     """
 
     def __init__(self, found: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
-        self._known: dict[int, tuple[torch.optim.Optimizer, str]] = {}
+        self._known: dict[int, tuple[torch.optim.Optimizer, str, int]] = {}
         self._owner: dict[int, int] = {}
         self._identities: dict[int, tuple[list[int], frozenset[int]]] = {}
         for number, (name, optimizer) in enumerate((found or {}).items()):
-            self._known[id(optimizer)] = optimizer, name
+            self._known[id(optimizer)] = optimizer, name, number
             self.set_owner(number, trained.parameters_of(optimizer))
 
     def __len__(self) -> int:
@@ -28,12 +28,12 @@ class KnownOptimizers:
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
         """The number of an optimizer, a new one if it was not known."""
-        if id(optimizer) not in self._known:
-            self._known[id(optimizer)] = (
-                optimizer,
-                f"{type(optimizer).__name__} number {len(self._known)}",
-            )
-        return list(self._known).index(id(optimizer))
+        known = self._known.get(id(optimizer))
+        if known is None:
+            number = len(self._known)
+            name = f"{type(optimizer).__name__} number {number}"
+            known = self._known[id(optimizer)] = optimizer, name, number
+        return known[2]
 
     def identities(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """The identities of all that an optimizer trains; asked at every step."""
@@ -45,7 +45,7 @@ class KnownOptimizers:
 
     def name(self, number: int) -> str:
         """The name of an optimizer, for messages; another rank may know more of them."""
-        names = [name for _, name in self._known.values()]
+        names = [name for _, name, _ in self._known.values()]
         return names[number] if number < len(names) else f"optimizer number {number}"
 
     def owner(self, parameter: torch.nn.Parameter) -> int:

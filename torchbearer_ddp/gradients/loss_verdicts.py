@@ -10,9 +10,10 @@ import torch
 import torchbearer
 from torchbearer.bases import base_closure
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.data.batch import batch_size
-from torchbearer_ddp.gradients.loss import Verdict, classify, combine, divisor, is_value_of
-from torchbearer_ddp.gradients.target_weights import EarlyTotal
+from torchbearer_ddp.gradients.loss import KINDS, Verdict, classify, combine, divisor, is_value_of
+from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, EarlyTotal
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
@@ -33,6 +34,10 @@ _LINES = {
     "unknown": "it cannot be told whether the loss is a mean or a sum over its samples ({reason}); "
     "it is taken for a mean. " + _PAGE + " SyncGradients(loss='mean') or loss='sum' decides it",
 }
+_CHANGED = (
+    "the kind of the loss is {later!r} on this batch, but was {known!r} on the first one, by which "
+    "the gradients of all ranks are combined. " + _PAGE + " SyncGradients(loss=...) decides it"
+)
 
 
 class LossVerdicts:
@@ -65,6 +70,10 @@ class LossVerdicts:
         self._criteria: list[Any] = []
         self._tries = 0
         self._seen = 0
+        #: The epoch and batch of the last look, and the losses that were looked at there.
+        self._place = (-1, -1)
+        self._looked: set[int] = set()
+        self._doubted: set[int] = set()
         self._taken_for_means: set[str] = set()
         self.early_total = EarlyTotal()
 
@@ -75,6 +84,9 @@ class LossVerdicts:
 
     def load_state_dict(self, found: list[list[str]]) -> None:
         """Takes what was found before a restart."""
+        where = "what was found out about the losses"
+        for kind, _ in checked.items(checked.items(checked.text(), 2))(found, where):
+            checked.one_of(*KINDS)(kind, where)
         self.kinds = [kind for kind, _ in found]
         self._criteria = [description for _, description in found]
 
@@ -118,12 +130,17 @@ class LossVerdicts:
 
     def find(self, state: Any, number: int) -> None:
         """Finds the kind of a loss right after it was computed; collective the first times."""
-        criterion = state.get(torchbearer.CRITERION)
-        if self._chosen is not None or self._is_known(number, criterion):
+        if self._chosen is not None:
             return
-        loss = state.get(torchbearer.LOSS)
+        loss, criterion = state.get(torchbearer.LOSS), state.get(torchbearer.CRITERION)
         is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
         self._seen = id(loss)
+        is_due = self._is_due(state, number)
+        if self._is_known(number, criterion):
+            # Without an exchange: rank zero tells, and nothing changes.
+            if is_due and is_new and number not in self._doubted and collectives.is_rank_zero():
+                self._compare(number, _examine(criterion, state))
+            return
         mine = (
             _examine(criterion, state)
             if is_new
@@ -148,6 +165,27 @@ class LossVerdicts:
         if line := _LINES.get(agreed.kind):
             announce(line.format(ranks=collectives.world_size(), reason=agreed.reason))
 
+    def _compare(self, number: int, later: Verdict) -> None:
+        """Tells if a later batch shows another kind of loss than the one that the run goes by."""
+        known = self.kinds[number]
+        if _differs(known, later.kind, self._criteria[number]):
+            self._doubted.add(number)
+            announce(_CHANGED.format(known=known, later=later.kind))
+
+    def _is_due(self, state: Any, number: int) -> bool:
+        """True at the first step of an epoch, and in the first epoch at steps 1, 2, 4, 8 and so on.
+
+        The first batch may not show it: a term has a weight of 0 that grows, a mask keeps as much
+        of each part, or all samples have the same loss because the last layer is all zeros.
+        """
+        place = epoch, batch = state.get(torchbearer.EPOCH) or 0, state.get(torchbearer.BATCH) or 0
+        if place != self._place:
+            self._place = place
+            self._looked.clear()
+        is_first = number not in self._looked  # LBFGS calls its closure several times
+        self._looked.add(number)
+        return is_first and (batch == 0 or (epoch == 0 and batch & (batch + 1) == 0))
+
     def _is_known(self, number: int, criterion: Any) -> bool:
         """True if the loss of a backward pass was found; a Trial may change its criterion."""
         if number >= len(self.kinds):
@@ -156,6 +194,16 @@ class LossVerdicts:
         if isinstance(known, str) and known == _describe(criterion):  # after a restart
             known = self._criteria[number] = criterion
         return known is criterion
+
+
+def _differs(known: str, later: str, criterion: Any) -> bool:
+    """True if a later batch shows a loss for which gradients would be combined in another way."""
+    if later in ("unknown", known) or known in ("unknown", "coupled"):
+        return False
+    if (known, later) == ("weighted", "mean"):  # all targets of that batch have one weight
+        return False
+    # Ignored targets of a later batch do not count as samples anyway.
+    return not (isinstance(criterion, CLASS_LOSSES) and (known, later) == ("mean", "weighted"))
 
 
 def _describe(criterion: Any) -> str:

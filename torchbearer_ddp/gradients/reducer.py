@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients import buckets as layout
 from torchbearer_ddp.gradients import sparse
-from torchbearer_ddp.gradients.exchange import Exchange, Trained
-from torchbearer_ddp.gradients.header import Header, RankReport, StepSummary
+from torchbearer_ddp.gradients.exchange import Exchange, Options, Trained
+from torchbearer_ddp.gradients.header import Header, RankReport, StepSummary, bits
 from torchbearer_ddp.gradients.hooks import ChangedGradients, EarlyCopies, EarlySends, Marks
 from torchbearer_ddp.gradients.timing import Timing, clock_for
 from torchbearer_ddp.gradients.transports.choose import choose
@@ -19,20 +21,7 @@ from torchbearer_ddp.gradients.weights import Average, Weights, counts_nothing
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
 
-
-@dataclass(frozen=True)
-class Options:
-    """How gradients are exchanged.
-
-    Attributes:
-        transport: The name of the transport, or ``auto``.
-        bucket_bytes: The size of a bucket, or None for what suits the device.
-        compress: ``bf16`` or ``fp16`` on the wire, or None.
-    """
-
-    transport: str = "auto"
-    bucket_bytes: int | None = None
-    compress: str | None = None
+_is_sparse = operator.attrgetter("is_sparse")
 
 
 class Reducer:
@@ -84,6 +73,11 @@ class Reducer:
             self._groups, [parameter.dtype for parameter in self._parameters]
         )
         self._sends_early = self._transport.overlaps and not self._header_first
+        self._takes_all_at_once = (
+            len(self._buckets) == 1
+            and self._transport.applies_weight
+            and self._buckets[0].indices == [*range(len(trained))]
+        )
         self._begun = False
         self._hooks = self._make_hooks()
         self._step = 0
@@ -146,6 +140,12 @@ class Reducer:
                 parameter.grad = view.clone() if same else None
         self._hooks.close()
 
+    def reopen(self, weights: Weights, marks: Marks) -> None:
+        """Begins anew after :meth:`close`, in the same buckets."""
+        self.weights, self._marks = weights, marks
+        self._hooks = self._make_hooks()
+        self._clock, self.timing = clock_for(self._buckets[-1].device), Timing()
+
     def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass: from here on gradients are copied or sent as they appear."""
         if self._sends_early:
@@ -173,11 +173,12 @@ class Reducer:
         report.step, report.seconds = self._step, self._clock.begin_exchange()
         sent, report.again = self._hooks.disarm()
         self._begun = True
-        used = self._find_new(report, only)
+        usual = self._usual_gradients(only)
+        used = [True] * len(usual) if usual else self._find_new(report, only)
         # A backward pass that failed has sent a part of its gradients, and nothing is left of them.
         report.failed = sent > 0 and all(each.grad is None for each in self._parameters)
         layouts = sparse.layouts(self._parameters, self._views, used) if report.regroup else None
-        exchange = Exchange(report, used, average, counts_nothing(average, report.weight))
+        exchange = Exchange(report, used, average, counts_nothing(average, report.weight), usual)
         exchange.empty |= report.failed
         summary = self._exchange(exchange, sent)
         if summary.again:
@@ -196,16 +197,20 @@ class Reducer:
         self.timing = self._clock.end_exchange(summary.slowest)
         return summary
 
+    def _usual_gradients(self, only: frozenset[int] | None) -> list[torch.Tensor]:
+        """All gradients, in the usual case: one group, all of them new and dense."""
+        marks = self._marks
+        usual = only is None and len(self._identities) == 1 and not marks.mixed
+        if usual and self._every_identity <= marks.changed:
+            gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+            with contextlib.suppress(AttributeError):  # one is None
+                if not any(map(_is_sparse, gradients)):
+                    return gradients
+        return []
+
     def _find_new(self, report: RankReport, only: frozenset[int] | None) -> list[bool]:
         """Which parameters have a gradient to average; fills in the groups they are in."""
         marks = self._marks
-        if only is None and self._every_identity <= marks.changed and not marks.mixed:
-            # The usual case, in one go.
-            gradients = [parameter.grad for parameter in self._parameters]
-            if len(self._identities) == 1 and all(
-                each is not None and not each.is_sparse for each in gradients
-            ):
-                return [True] * len(gradients)
         used = []
         for parameter, view in zip(self._parameters, self._views, strict=True):
             new = (only is None or id(parameter) in only) and marks.needs_average(parameter, view)
@@ -213,9 +218,9 @@ class Reducer:
                 report.regroup = True
             used.append(new)
         if len(self._identities) > 1:
-            report.groups = _bits(g for g, new in zip(self._groups, used, strict=True) if new)
+            report.groups = bits(g for g, new in zip(self._groups, used, strict=True) if new)
         if marks.mixed:
-            report.mixed = _bits(g for g, i in self._identities.items() if i & marks.mixed)
+            report.mixed = bits(g for g, i in self._identities.items() if i & marks.mixed)
         return used
 
     def _keep(self, exchange: Exchange) -> None:
@@ -240,9 +245,16 @@ class Reducer:
         self._exchange(Exchange(report, nothing, Average.EQUAL, empty=True), sent)
         self._step += 1
 
-    def _start(self, index: int, factor: float, empty: bool) -> None:
+    def _start(
+        self, index: int, factor: float, empty: bool, usual: list[torch.Tensor] | None = None
+    ) -> None:
+        """Fills a bucket and sends it; ``usual`` gradients need not be looked at one by one."""
         applied = self._transport.applies_weight
-        layout.fill(self._buckets[index], self._parameters, 1.0 if applied else factor, empty)
+        if usual:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buckets[index].views, usual)
+        else:
+            layout.fill(self._buckets[index], self._parameters, 1.0 if applied else factor, empty)
         self._transport.start(index, factor if applied else 1.0)
 
     def _exchange(self, exchange: Exchange, sent: int = 0) -> StepSummary:
@@ -272,9 +284,10 @@ class Reducer:
         return summary
 
     def _sum(self, indices: Sequence[int], sent: int, exchange: Exchange, wait: Wait) -> None:
+        usual = exchange.usual if self._takes_all_at_once and not exchange.empty else None
         for index in indices[sent:]:
             # One by one: the first is already being summed while the next is filled.
-            self._start(index, exchange.factor, exchange.empty)
+            self._start(index, exchange.factor, exchange.empty, usual)
         for index in indices:
             self._transport.finish(index, wait)
 
@@ -297,6 +310,8 @@ class Reducer:
             raise DesyncError(problem)
 
     def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
+        if not summary.failed:
+            self._transport.commit()
         correction = 1.0
         if not self._header_first:
             correction = self.weights.correction(exchange.average, summary.weights)
@@ -323,10 +338,3 @@ class Reducer:
                 frozenset(id(self._parameters[i]) for i in exchange.indices if marks[i])
             )
         self._step += 1
-
-
-def _bits(numbers: Iterable[int]) -> int:
-    bits = 0
-    for number in numbers:
-        bits |= 1 << number
-    return bits

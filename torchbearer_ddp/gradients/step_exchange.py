@@ -86,7 +86,7 @@ class StepExchange:
     def end(self) -> None:
         """Ends what a run has changed for the whole process; gradients get memory of their own."""
         self._optimizer_steps.close()
-        self.averager.forget()
+        self.averager.rest(self.group)
         self.averager.regular = 0.0
         self.accumulation.clear()
         self._state = self.group = self._shared_loss = None
@@ -103,11 +103,28 @@ class StepExchange:
 
     def after_backward(self, state: Any, loss: Any) -> Any:
         """Averages the gradients, or holds them for a later batch; returns the loss of all."""
+        average, total = self._hold(state)
+        return loss if total is None else self._exchange(state, average, total, loss)
+
+    def _hold(self, state: Any) -> tuple[Average, float | None]:
+        """Ends a backward pass: how its gradients count, and by what, unless they wait."""
         average, weight = self._prepare(state)
         self.step.backwards += 1
         self.step.counts = None
-        total = self.accumulation.hold(state, average, weight)
-        return loss if total is None else self._exchange(state, average, total, loss)
+        return average, self.accumulation.hold(state, average, weight)
+
+    def check(self, state: Any) -> None:
+        """Refuses what does not go together; with an exchange at every step there is nothing."""
+
+    def after_step(self, state: Any) -> None:
+        """Comes after the optimizer's step and after every callback that may ask to stop."""
+
+    def settle(self, state: Any) -> None:
+        """Makes the replicas equal where ranks step by themselves; here they are equal."""
+
+    def local_states(self) -> dict[str, Any]:
+        """What each rank has for itself in a checkpoint: nothing, all ranks are at one place."""
+        return {}
 
     def _prepare(self, state: Any) -> tuple[Average, float]:
         """How the gradients of the coming or the last backward pass count."""
@@ -152,7 +169,7 @@ class StepExchange:
 
     def _share(self, state: Any, result: Any) -> Any:
         """Gives every rank one loss, where a closure has returned another than the state holds."""
-        mine = float(result), self.losses.weight(state, 0)
+        mine = _number(result), self.losses.weight(state, 0)
         everyone = collectives.all_gather(mine, "the loss of a closure")
         values, weights = zip(*everyone, strict=True)
         agreed = self.averager.combine(self.losses.average(0), values, weights)
@@ -174,7 +191,7 @@ class StepExchange:
         # Every rank must come to the same decision on how often to call the closure.
         decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER]) and loss is not None
         if decides:
-            report.loss = float(loss)
+            report.loss = _number(loss)
         summary = self.step.agreed = self.averager.reduce(group, report, average, optimizer)
         if not decides:
             return loss
@@ -192,3 +209,8 @@ class StepExchange:
         report.batch = state.get(torchbearer.BATCH) or 0
         report.wishes = self.wishes.bits()
         return report
+
+
+def _number(loss: Any) -> float:
+    """The value of a loss; torch warns of a tensor that is still part of a graph."""
+    return float(loss.detach() if torch.is_tensor(loss) else loss)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 #: So many steps are compared at once, and a rank must be the slowest in so many rows of them.
 _STEPS, _ROWS = 20, 3
@@ -34,9 +35,9 @@ class Stragglers:
         self._since = self._steps = self._rows = 0
         self._total = [0.0] * len(self.hosts)
 
-    def add(self, times: Sequence[float], step: int) -> str | None:
+    def add(self, times: Sequence[float], step: Callable[[], int | None]) -> str | None:
         """Adds the times of a step; returns a sentence if one rank has been slower for long."""
-        self._row = [sum(pair) for pair in zip(self._row, times, strict=True)]
+        self._row = list(map(operator.add, self._row, times))
         self._steps += 1
         if self._steps % _STEPS:
             return None
@@ -48,10 +49,10 @@ class Stragglers:
             return None
         if slow != self._slow:
             self._forget()
-            self._slow, self._since = slow, max(1, step - _STEPS + 1)
+            self._slow, self._since = slow, max(1, (step() or 0) - _STEPS + 1)
             self._steps = _STEPS
         self._rows += 1
-        self._total = [sum(pair) for pair in zip(self._total, row, strict=True)]
+        self._total = list(map(operator.add, self._total, row))
         if self._rows < _ROWS or time.monotonic() - self._said_at < _QUIET_SECONDS:
             return None
         self._said_at = time.monotonic()

@@ -7,12 +7,15 @@ from dataclasses import asdict
 
 from torchbearer_ddp.errors import DistributedError
 from torchbearer_ddp.gradients.transports import hosts, segment
+from torchbearer_ddp.gradients.transports.compression import POWERSGD, Compression, hook_name
 from torchbearer_ddp.gradients.transports.hierarchical import HierarchicalTransport
+from torchbearer_ddp.gradients.transports.hooked import HookTransport
 from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
+from torchbearer_ddp.gradients.transports.leaders import LeaderTransport
 from torchbearer_ddp.gradients.transports.shared_memory import SegmentError, SharedMemoryTransport
 from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import agreement
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.own_device import backend_of
 
@@ -26,7 +29,10 @@ TRANSPORTS = ("auto", *_TITLES)
 
 
 def choose(
-    group: Group, requested: str, buckets: Sequence[Bucket], compress: str | None = None
+    group: Group,
+    requested: str,
+    buckets: Sequence[Bucket],
+    compress: str | Compression | None = None,
 ) -> tuple[Transport, str]:
     """Makes the transport for these buckets; collective, and the same choice on every rank.
 
@@ -44,34 +50,29 @@ def choose(
         DesyncError: On every rank, if the ranks differ in what they ask for.
         DistributedError: On every rank, if the requested one is not possible here.
     """
-    if requested not in TRANSPORTS:
-        raise ValueError(
-            f"transport is {requested!r}, which does not exist: it is one of "
-            f"{', '.join(map(repr, TRANSPORTS))}."
-        )
+    _check(requested)
+    compression = Compression.of(compress)
     device = next((b.device.type for b in buckets if b.device.type != "cpu"), "cpu")
     backend = backend_of(group.gradients, device)
     # The memory is offered before it is known whether it is needed: it has no size yet, and its
     # descriptor travels with the rest instead of in an exchange of its own.
     with segment.offered() as (memory, problem):
         sizes = {f"bucket {index}": bucket.describe() for index, bucket in enumerate(buckets)}
-        everyone = collectives.agree(
-            {"transport": requested, "compress": compress, **sizes},
+        everyone = agreement.agree(
+            {"transport": requested, "compress": compression.describe(), **sizes},
             "the transport of the gradients",
             "Build the same model on every rank, and give every rank the same options.",
             extra=asdict(Process.current(group.member.rank, memory, problem)),
         )
+        if compression.hook is not None and len(everyone) > 1:
+            hook = HookTransport(group, buckets, compression)
+            return hook, f"gradients: the hook {hook_name(compression.hook)}"
         by_host = hosts.by_host([Process(**each) for each in everyone])
         best, reason = _best(by_host, device, backend)
         wanted = best if requested == "auto" or len(everyone) == 1 else requested
         if wanted == best != backend:
             try:
-                shared = (
-                    SharedMemoryTransport(group, buckets, by_host)
-                    if len(by_host) == 1
-                    else HierarchicalTransport(group, buckets, by_host, compress)
-                )
-                return shared, _line(best, reason)
+                return _shared(group, buckets, by_host, compression), _line(best, reason)
             except SegmentError as error:
                 reason = str(error)
     if wanted == backend:
@@ -83,7 +84,28 @@ def choose(
             f"transport={requested!r} is not possible here ({reason}). Use transport='auto', which "
             f"falls back to {backend} where it must."
         )
-    return TorchTransport(group, buckets, backend, compress), _line(backend, reason)
+    if compression.kind == POWERSGD and len(everyone) > 1:
+        return HookTransport(group, buckets, compression), _line(backend, reason)
+    return TorchTransport(group, buckets, backend, compression), _line(backend, reason)
+
+
+def _check(requested: str) -> None:
+    if requested not in TRANSPORTS:
+        raise ValueError(
+            f"transport is {requested!r}, which does not exist: it is one of "
+            f"{', '.join(map(repr, TRANSPORTS))}."
+        )
+
+
+def _shared(
+    group: Group, buckets: Sequence[Bucket], by_host: Hosts, compression: Compression
+) -> Transport:
+    """A transport in shared memory; nothing is compressed inside a host."""
+    if len(by_host) == 1:
+        return SharedMemoryTransport(group, buckets, by_host)
+    if compression.kind == POWERSGD:
+        return LeaderTransport(group, buckets, by_host, compression)
+    return HierarchicalTransport(group, buckets, by_host, compression)
 
 
 def _best(by_host: Hosts, device: str, backend: str) -> tuple[str, str]:

@@ -7,28 +7,36 @@ that have the same one on the other hosts, so all ranks use the network together
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 
+from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.transports.hosts import Hosts
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.shared_memory import Exchange, SharedMemoryTransport
-from torchbearer_ddp.gradients.transports.torch_dist import make_sums, piece_numel
+from torchbearer_ddp.gradients.transports.sums import Lanes
+from torchbearer_ddp.gradients.transports.torch_dist import lanes_between, make_sums, piece_numel
 from torchbearer_ddp.group.membership import Group
-from torchbearer_ddp.group.waiting import Wait, complete
+from torchbearer_ddp.group.waiting import Wait
 
 
 class HierarchicalExchange(Exchange):
     """A bucket whose slices also travel between hosts, while backward goes on."""
 
-    def connect(self, channel: Any, compress: str | None) -> None:
-        """Sets the channel to the ranks that have the same slice on the other hosts."""
+    def connect(self, lanes: Lanes, compression: Compression, index: int) -> None:
+        """Sets the channels to the ranks that have the same slice on the other hosts."""
         self._sums = [
-            make_sums(channel, piece.whole[0], piece.body[0].numel(), compress)
-            for piece in self._pieces
+            make_sums(
+                lanes, piece.whole[0], piece.body[0].numel(), compression, f"{index}:{number}"
+            )
+            for number, piece in enumerate(self._pieces)
         ]
+
+    def commit(self) -> None:
+        """Says that the last exchange counts."""
+        for between_hosts in self._sums:
+            for each in between_hosts:
+                each.commit()
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
         return piece_numel(dtype)
@@ -67,16 +75,23 @@ class HierarchicalTransport(SharedMemoryTransport):
     _exchanges: Sequence[HierarchicalExchange]
 
     def __init__(
-        self, group: Group, buckets: Sequence[Bucket], by_host: Hosts, compress: str | None
+        self, group: Group, buckets: Sequence[Bucket], by_host: Hosts, compression: Compression
     ) -> None:
         super().__init__(group, buckets, by_host)
+        if compression.feeds_back:
+            compression.memory.begin(buckets)
         wait = Wait(group, "the channels between hosts")
-        channels = [
-            complete(partial(group.channel_between, [each.rank for each in same_slice]), wait)
+        lanes = [
+            lanes_between(group, [each.rank for each in same_slice], compression, wait)
             for same_slice in zip(*by_host, strict=True)
         ]
+        for index, exchange in enumerate(self._exchanges):
+            exchange.connect(lanes[self._ranks.me], compression, index)
+
+    def commit(self) -> None:
+        """Says that the last exchange counts."""
         for exchange in self._exchanges:
-            exchange.connect(channels[self._ranks.me], compress)
+            exchange.commit()
 
     def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket, the oldest that is not finished, holds the sum."""

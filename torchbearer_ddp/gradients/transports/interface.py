@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,12 +20,16 @@ class Bucket:
     Attributes:
         numel: The number of elements, without the header.
         header: The number of elements after those, which are summed without weights.
+        group: The group of parameters that travel together; a bucket holds one group only.
+        parameters: Those whose gradients are in it.
     """
 
     dtype: torch.dtype
     device: torch.device
     numel: int = 0
     header: int = 0
+    group: int = 0
+    parameters: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -66,4 +70,8 @@ class Transport(Protocol):
 
     def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket holds the weighted sum over all ranks."""
+        ...
+
+    def commit(self) -> None:
+        """Says that the last exchange counts: what it has lost is added to the next one."""
         ...

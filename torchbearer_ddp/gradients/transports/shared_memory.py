@@ -93,8 +93,11 @@ class Exchange:
 
     def complete(self, wait: Wait) -> None:
         """Waits for the other ranks' slices."""
-        self.advance(wait)
-        self._ranks.departures.collect(wait)
+        self.try_complete(wait)
+
+    def try_complete(self, wait: Wait | None) -> bool:
+        """The same, or False where it would have to wait and must not."""
+        return self.advance(wait) and self._ranks.departures.collect(wait)
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
         """How many elements are summed at a time."""
@@ -150,7 +153,8 @@ class Piece:
             return
         total = self.body[0].mul_(weights[0])
         for each, weight in zip(self.body[1:], weights[1:], strict=True):
-            total.add_(each, alpha=weight)
+            if weight:
+                total.add_(each, alpha=weight)
         if self.header[0].numel():
             _add(self.header)
 
@@ -233,3 +237,6 @@ class SharedMemoryTransport:
     def finish(self, index: int, wait: Wait) -> None:
         """Waits until the bucket, the oldest that is not finished, holds the sum."""
         self._begun.popleft().complete(wait)
+
+    def commit(self) -> None:
+        """Nothing is lost that the next exchange could add."""

@@ -3,9 +3,8 @@
 What must be the same on all ranks is the order of the messages: first whatever was started, then
 what depends on it, bucket by bucket.
 
-Numbers travel as they are, or in half precision. Half precision travels in pieces: while one is on
-the wire, the next is rounded and the one before is added, so the network need not wait for the
-processor.
+Numbers travel as they are, or in fewer bytes. Coded numbers travel in pieces: while one is on the
+wire, the next is coded and the one before is added, so the network need not wait for the processor.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchbearer_ddp.gradients.transports.codecs import codec_of
+from torchbearer_ddp.gradients.transports.compression import CODED, Compression
 from torchbearer_ddp.gradients.transports.interface import Bucket
+from torchbearer_ddp.gradients.transports.memory import Residual
+from torchbearer_ddp.gradients.transports.sums import CodedSum, Lanes, Sum, works_by_itself
 from torchbearer_ddp.group.membership import Group
-from torchbearer_ddp.group.waiting import Wait, complete, waiter
+from torchbearer_ddp.group.waiting import Wait, complete
 
-#: What travels instead of single precision, by the name that users give it.
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: The first is the newer name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: The size of a piece.
 PIECE_BYTES = 2 * 2**20
 
@@ -35,7 +34,7 @@ class TorchTransport:
     overlaps = True
 
     def __init__(
-        self, group: Group, buckets: Sequence[Bucket], name: str, compress: str | None = None
+        self, group: Group, buckets: Sequence[Bucket], name: str, compression: Compression
     ) -> None:
         self.name = name
         # On a GPU one multiplication of the bucket is cheaper than one for each gradient; on a CPU
@@ -43,9 +42,15 @@ class TorchTransport:
         self.applies_weight = any(bucket.device.type != "cpu" for bucket in buckets)
         self.tensors = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in buckets]
         self._numels = [bucket.numel for bucket in buckets]
+        if compression.feeds_back:
+            compression.memory.begin(buckets)
+        lanes = [_lanes(group, bucket, compression) for bucket in buckets]
+        # One order of what is sent from other threads, for all buckets of a channel.
+        for each in lanes:
+            each.turns = lanes[0].turns
         self._sums = [
-            _make_pieces(_channel(group, bucket), tensor, bucket.numel, compress)
-            for tensor, bucket in zip(self.tensors, buckets, strict=True)
+            _make_pieces(each, self.tensors[index], bucket.numel, compression, index)
+            for index, (each, bucket) in enumerate(zip(lanes, buckets, strict=True))
         ]
         #: Sums that were started and not advanced.
         self._begun: list[Sum] = []
@@ -67,74 +72,14 @@ class TorchTransport:
         for each in self._sums[index]:
             each.finish(wait)
 
-
-class Sum:
-    """Sums one tensor over the ranks of a channel in place: start, advance and finish, in order."""
-
-    def __init__(self, channel: Any, tensor: torch.Tensor) -> None:
-        self._channel = channel
-        self._tensor = tensor
-        self._wait_for = waiter(channel)
-        self._work: Any = None
-
-    def start(self) -> None:
-        """Sends this rank's numbers."""
-        self._work = dist.all_reduce(self._tensor, group=self._channel, async_op=True)
-
-    def advance(self, wait: Wait) -> None:
-        """Sends what depends on the numbers of other ranks: nothing, the backend does all of it."""
-
-    def finish(self, wait: Wait) -> None:
-        """Waits until the tensor holds the sum."""
-        self._wait_for(self._work, wait)
-        self._work = None
+    def commit(self) -> None:
+        """Says that the last exchange counts."""
+        for pieces in self._sums:
+            for each in pieces:
+                each.commit()
 
 
-class HalfSum(Sum):
-    """Half the bytes: numbers travel in half precision, but are added in single precision.
-
-    Each rank gets one slice from every other rank, adds them up, and sends the sum of its slice to
-    all. An all-reduce in half precision would round after every addition instead of twice. Every
-    rank takes the rounded sums, its own slice too, so the replicas stay equal.
-    """
-
-    def __init__(self, channel: Any, tensor: torch.Tensor, half: torch.dtype) -> None:
-        super().__init__(channel, tensor)
-        ranks = dist.get_world_size(channel)
-        step = -(-tensor.numel() // ranks)
-        #: First what is sent to each rank, later the sums of all slices.
-        self._all = torch.zeros(ranks, step, dtype=half, device=tensor.device)
-        self._slices = torch.zeros_like(self._all)
-        self._sum = torch.zeros(step, dtype=half, device=tensor.device)
-        #: The slices together may be longer than the tensor.
-        self._numbers = self._all.view(-1)[: tensor.numel()]
-
-    def start(self) -> None:
-        """Rounds the numbers and sends each rank its slice."""
-        self._numbers.copy_(self._tensor)
-        self._work = dist.all_to_all_single(
-            _bytes(self._slices), _bytes(self._all), group=self._channel, async_op=True
-        )
-
-    def advance(self, wait: Wait) -> None:
-        """Adds up this rank's slice, and sends the sum to all."""
-        self._wait_for(self._work, wait)
-        first, *others = self._slices
-        total = first.float()
-        for each in others:
-            total.add_(each)
-        self._sum.copy_(total)
-        self._work = _all_gather(
-            _bytes(self._all), _bytes(self._sum), group=self._channel, async_op=True
-        )
-
-    def finish(self, wait: Wait) -> None:
-        """Waits for the sums of all slices."""
-        super().finish(wait)
-        self._tensor.copy_(self._numbers)
-
-
-def _channel(group: Group, bucket: Bucket) -> Any:
+def channel_of(group: Group, bucket: Bucket) -> Any:
     """The channel for a bucket: a group of NCCL alone has none for what a model has on the CPU."""
     if f"{bucket.device.type}:" in dist.get_backend_config(group.gradients):
         return group.gradients
@@ -143,12 +88,49 @@ def _channel(group: Group, bucket: Bucket) -> Any:
     return complete(partial(group.channel_between, everyone), wait)
 
 
-def make_sums(channel: Any, tensor: torch.Tensor, numel: int, compress: str | None) -> list[Sum]:
-    """The sums of a tensor's parts: what follows the first ``numel`` elements is never rounded."""
-    if compress is None or tensor.dtype != torch.float32 or numel == 0:
-        return [Sum(channel, tensor)]
-    half = HalfSum(channel, tensor[:numel], HALVES[compress])
-    return [half, Sum(channel, tensor[numel:])] if numel < tensor.numel() else [half]
+def lanes_between(
+    group: Group, ranks: Sequence[int], compression: Compression, wait: Wait
+) -> Lanes:
+    """The channels of some ranks; collective, also for ranks not among them."""
+    channels = [
+        complete(partial(group.channel_between, list(ranks), lane), wait)
+        for lane in range(_lane_count(compression, len(ranks)))
+    ]
+    return Lanes(*channels)
+
+
+def _lane_count(compression: Compression, ranks: int) -> int:
+    """Only the sums of slices, which more than two ranks have, are sent from other threads."""
+    return 2 if compression.kind in CODED and ranks > 2 else 1
+
+
+def _lanes(group: Group, bucket: Bucket, compression: Compression) -> Lanes:
+    first = channel_of(group, bucket)
+    everyone = range(group.member.world_size)
+    if _lane_count(compression, len(everyone)) == 1 or not works_by_itself(first):
+        return Lanes(first)
+    wait = Wait(group, "the second channel of compressed gradients")
+    return Lanes(first, complete(partial(group.channel_between, list(everyone), 1), wait))
+
+
+def make_sums(
+    lanes: Lanes, tensor: torch.Tensor, numel: int, compression: Compression, key: str
+) -> list[Sum]:
+    """The sums of a tensor's parts: what follows the first ``numel`` elements is never rounded.
+
+    ``key`` is the place of the tensor in the buckets.
+    """
+    if compression.kind not in CODED or tensor.dtype != torch.float32 or numel == 0:
+        return [Sum(lanes.first, tensor)]
+    residual: Any = None
+    if compression.feeds_back:
+        memory = compression.memory
+
+        def residual(part: str, like: torch.Tensor) -> Residual:
+            return memory.residual(f"{key} {part}", like)
+
+    coded = CodedSum(lanes, tensor[:numel], codec_of(compression.kind), residual)
+    return [coded, Sum(lanes.first, tensor[numel:])] if numel < tensor.numel() else [coded]
 
 
 def piece_numel(dtype: torch.dtype) -> int:
@@ -156,20 +138,19 @@ def piece_numel(dtype: torch.dtype) -> int:
     return PIECE_BYTES // dtype.itemsize
 
 
-def _make_pieces(channel: Any, tensor: torch.Tensor, numel: int, compress: str | None) -> list[Sum]:
+def _make_pieces(
+    lanes: Lanes, tensor: torch.Tensor, numel: int, compression: Compression, index: int
+) -> list[Sum]:
     """The sums of a bucket's pieces; the header travels with the last one."""
     # Rounding takes the processor's time, so it is done in pieces. Without it gloo is faster with
     # the whole bucket, and NCCL has streams of its own.
-    in_pieces = compress is not None and tensor.device.type == "cpu"
+    in_pieces = compression.kind in CODED and tensor.device.type == "cpu"
     step = piece_numel(tensor.dtype) if in_pieces else max(1, numel)
     ends = [*range(step, numel, step), tensor.numel()]
     return [
         each
         for begin, end in zip([0, *ends], ends, strict=False)
-        for each in make_sums(channel, tensor[begin:end], min(end, numel) - begin, compress)
+        for each in make_sums(
+            lanes, tensor[begin:end], min(end, numel) - begin, compression, f"{index}:{begin}"
+        )
     ]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes: not every backend supports every half precision, but all of them support bytes."""
-    return tensor.view(-1).view(torch.uint8)

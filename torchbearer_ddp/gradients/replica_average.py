@@ -1,0 +1,156 @@
+"""The average of what all ranks have trained: parameters, and tensors of optimizer states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchbearer_ddp.errors import DesyncError
+from torchbearer_ddp.gradients.exchange import Options, Trained
+from torchbearer_ddp.gradients.header import RankReport, StepSummary
+from torchbearer_ddp.gradients.hooks import Marks
+from torchbearer_ddp.gradients.reducer import Reducer
+from torchbearer_ddp.gradients.weights import Average, Weights
+from torchbearer_ddp.group import collectives, trained
+from torchbearer_ddp.group.membership import Group
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ReplicaAverage:
+    """Averages replicas by a reducer: what is averaged takes the place of its gradients.
+
+    A parameter is averaged once an optimizer of any rank has changed it; a tensor of an optimizer's
+    state where all ranks have it.
+
+    Args:
+        options: How the average travels.
+        skip: Modules and parameters that are left to each rank.
+    """
+
+    def __init__(self, options: Options, skip: list[Any]) -> None:
+        self._options = options
+        self._skip = skip
+        #: Parameters, by identity, that an optimizer of this rank has changed.
+        self.changed: set[int] = set()
+        #: What this rank had when the reducer was made.
+        self._layout: list[Any] = []
+        #: What the reducer averages: for each name something of the same kind, with a gradient.
+        self._carriers: dict[str, torch.nn.Parameter] = {}
+        self._marks = Marks()
+        self._reducer: Reducer | None = None
+        self._regular = 0.0
+
+    def close(self) -> None:
+        """Releases the buckets."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer, self._carriers, self._marks = None, {}, Marks()
+
+    @torch.no_grad()
+    def reduce(self, group: Group, state: Any, report: RankReport, average: Average) -> StepSummary:
+        """Gives every rank the average of all; collective.
+
+        Raises:
+            DesyncError: On every rank, if the ranks are at different steps.
+        """
+        named = dict(trained.parameters(state, self._skip))
+        parameters = {name: each.data for name, each in named.items() if each.is_floating_point()}
+        changed = [name for name in parameters if id(named[name]) in self.changed]
+        states = _states(state, {id(each): name for name, each in named.items()})
+        layout = [changed, *(_describe(name, each) for name, each in states.items())]
+        tensors = {**parameters, **states}
+        if self._reducer is None:
+            self._remake(group, changed, tensors, states, report)
+            self._layout = layout
+        report.regroup = layout != self._layout or not self._fit(tensors)
+        summary = self._exchange(tensors, report, average)
+        if summary.regroup:  # some rank has others than before; nothing was written yet
+            self._remake(group, changed, tensors, states, report)
+            self._layout, report.regroup = layout, False
+            summary = self._exchange(tensors, report, average)
+        self._check(group, summary)
+        for name, carrier in self._carriers.items():
+            if carrier.grad is not None:
+                tensors[name].copy_(carrier.grad)
+                carrier.grad = None
+        return summary
+
+    def _fit(self, tensors: Tensors) -> bool:
+        """True if this rank has all that the reducer averages, as it was."""
+        return all(
+            name in tensors and _describe(name, tensors[name]) == _describe(name, carrier)
+            for name, carrier in self._carriers.items()
+        )
+
+    def _remake(
+        self,
+        group: Group,
+        changed: list[str],
+        tensors: Tensors,
+        states: Tensors,
+        report: RankReport,
+    ) -> None:
+        """Makes the reducer for what any rank has changed, and all ranks have."""
+        mine = {
+            "changed": changed,
+            "states": {name: _describe(name, each) for name, each in states.items()},
+            "weight": report.weight,
+        }
+        everyone = collectives.all_gather(mine, "what the steps of each rank have changed")
+        self.close()
+        any_changed = {name for each in everyone for name in each["changed"]}
+        names = [name for name in tensors if name in any_changed]
+        for name, kind in everyone[0]["states"].items():
+            if all(each["states"].get(name) == kind for each in everyone):
+                names.append(name)
+        self._carriers = {name: torch.nn.Parameter(tensors[name].detach()) for name in names}
+        self._regular = max(each["weight"] for each in everyone) or 1.0
+        self._reducer = Reducer(
+            group,
+            [Trained(each) for each in self._carriers.values()],
+            self._options,
+            Weights(group.member.world_size, self._regular),
+            self._marks,
+        )
+
+    def _exchange(self, tensors: Tensors, report: RankReport, average: Average) -> StepSummary:
+        assert self._reducer is not None
+        for name, carrier in self._carriers.items():
+            # Where this rank has others now the exchange is repeated, whatever it sends.
+            carrier.grad = carrier.data if report.regroup else tensors[name]
+        self._marks.begin_step()
+        summary = self._reducer.reduce(report, average)
+        if max(summary.weights) > self._regular:
+            self._regular = max(summary.weights)
+            self._reducer.weights = Weights(len(summary.weights), self._regular)
+        return summary
+
+    @staticmethod
+    def _check(group: Group, summary: StepSummary) -> None:
+        if not summary.together:
+            group.broken = True
+            places = [f"rank {r} after batch {b:.0f}" for r, b in enumerate(summary.batches)]
+            raise DesyncError(
+                f"The ranks averaged their parameters at different places: {'; '.join(places)}. "
+                "Every rank must take the same number of steps: look for a batch or a step that "
+                "only some ranks skip."
+            )
+
+
+def _states(state: Any, names: dict[int, str]) -> Tensors:
+    """The tensors of numbers in the optimizers' states, by name."""
+    found: Tensors = {}
+    for owner, optimizer in trained.optimizers(state).items():
+        for parameter in trained.parameters_of(optimizer):
+            name, held = names.get(id(parameter)), optimizer.state.get(parameter, {})
+            for key, value in sorted(held.items()) if name is not None else ():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    found[f"{owner}: {key} of {name}"] = value
+    return found
+
+
+def _describe(name: str, tensor: torch.Tensor) -> list[Any]:
+    kind = str(tensor.dtype), str(tensor.device), list(tensor.shape), list(tensor.stride())
+    return [name, *kind]

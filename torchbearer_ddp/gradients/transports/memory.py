@@ -1,0 +1,183 @@
+"""What compression remembers from step to step: residuals, and the states of hooks.
+
+It is each rank's own, fits one layout of the buckets, and is part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from torchbearer_ddp.gradients.transports.interface import Bucket
+from torchbearer_ddp.log import announce
+
+#: What PowerSGD remembers by bucket, and what else of it changes.
+_BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+_COUNTERS = (
+    "iter",
+    "total_numel_before_compression",
+    "total_numel_after_compression",
+    "next_stats_report",
+)
+
+
+class Residual:
+    """What rounding has lost of some numbers; the next step adds it.
+
+    A new one is valid only once the exchange is known to count: one that has to be repeated, or
+    whose backward pass failed, leaves the residual as it was.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.current = torch.zeros_like(like)
+        self.next = torch.zeros_like(like)
+        self._is_new = False
+
+    def note_next(self) -> None:
+        """Says that :attr:`next` is filled."""
+        self._is_new = True
+
+    def commit(self) -> None:
+        """Makes the new residual the one to add."""
+        if self._is_new:
+            self.current, self.next = self.next, self.current
+            self._is_new = False
+
+
+class Memory:
+    """The residuals of all sums and the state of a hook, for one layout of the buckets."""
+
+    def __init__(self) -> None:
+        self._layout: list[str] | None = None
+        self._parameters: list[int] = []
+        self._residuals: dict[str, Residual] = {}
+        self.hook_state: Any = None
+        #: What was loaded and is not in use yet.
+        self._loaded: dict[str, Any] = {}
+
+    def begin(self, buckets: Sequence[Bucket], hook_state: Any = None) -> None:
+        """Begins to serve buckets; what belongs to other buckets is dropped."""
+        layout = [f"{b.describe()}: {[tuple(p.shape) for p in b.parameters]}" for b in buckets]
+        parameters = [id(parameter) for bucket in buckets for parameter in bucket.parameters]
+        before = self._layout, self._parameters
+        self._layout, self._parameters, self.hook_state = layout, parameters, hook_state
+        if before[0] is not None and before != (layout, parameters):
+            self._residuals.clear()
+            renew(hook_state)
+        self._take_loaded()
+
+    def residual(self, key: str, like: torch.Tensor) -> Residual:
+        """The residual of some numbers; ``key`` is their place in the buckets."""
+        known = self._residuals.get(key)
+        if (
+            known is None
+            or known.current.shape != like.shape
+            or known.current.device != like.device
+        ):
+            known = self._residuals[key] = Residual(like)
+            saved = self._loaded.get("residuals", {}).pop(key, None)
+            if saved is not None and saved.shape == like.shape:
+                known.current.copy_(saved)
+        return known
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are this many times as large from the next step on."""
+        for each in self._residuals.values():
+            each.current.mul_(factor)
+        if callable(getattr(self.hook_state, "rescale", None)):
+            self.hook_state.rescale(factor)
+
+    def drop(self) -> None:
+        """Drops all residuals."""
+        self._residuals.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as plain data; empty if there is nothing to remember."""
+        residuals = {key: each.current for key, each in self._residuals.items()}
+        hook = state_of(self.hook_state)
+        if not residuals and not hook:
+            return {}
+        return {"layout": self._layout, "residuals": residuals, "hook": hook}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave, as soon as there are buckets of that layout."""
+        self._loaded = {**saved, "residuals": dict(saved.get("residuals", {}))}
+        if self._layout is not None or saved.get("layout") is None:
+            self._take_loaded()
+
+    def _take_loaded(self) -> None:
+        if not self._loaded:
+            return
+        if self._loaded.get("layout") != self._layout:
+            announce(
+                "what compression remembers of earlier steps is not in use: the checkpoint is of "
+                "other buckets. It starts anew"
+            )
+            self._loaded = {}
+            return
+        for key, each in self._residuals.items():
+            saved = self._loaded["residuals"].pop(key, None)
+            if saved is not None:
+                each.current.copy_(saved)
+        load_into(self.hook_state, self._loaded.pop("hook", None) or {})
+        if not self._loaded["residuals"]:
+            self._loaded = {}
+
+
+def renew(state: Any) -> None:
+    """Drops what the state of a hook holds by bucket, as the buckets are others now."""
+    if isinstance(state, PowerSGDState):
+        for name in _BY_BUCKET:
+            getattr(state, name).clear()
+    elif callable(getattr(state, "renew_buckets", None)):
+        state.renew_buckets()
+    elif state_of(state):
+        announce(
+            "the buckets have changed, and the state of the hook may hold tensors by their index: "
+            "give it a method renew_buckets() that drops them"
+        )
+
+
+def state_of(state: Any) -> dict[str, Any]:
+    """What the state of a hook remembers, as plain data where it is plain."""
+    if state is None or isinstance(state, ProcessGroup):
+        return {}
+    if isinstance(state, PowerSGDState):
+        generator: Any = state.rng
+        kind, keys, *numbers = generator.get_state()
+        rng = [str(kind), torch.from_numpy(keys.astype(numpy.int64)), *map(float, numbers)]
+        return {"rng": rng, **{name: getattr(state, name) for name in (*_COUNTERS, *_BY_BUCKET)}}
+    if callable(getattr(state, "state_dict", None)):
+        return dict(state.state_dict())
+    held = state if isinstance(state, dict) else getattr(state, "__dict__", {})
+    return {
+        key: value
+        for key, value in held.items()
+        if not isinstance(value, ProcessGroup) and not callable(value)
+    }
+
+
+def load_into(state: Any, saved: dict[str, Any]) -> None:
+    """Gives the state of a hook what :func:`state_of` returned."""
+    if not saved or state is None:
+        return
+    if isinstance(state, PowerSGDState):
+        kind, keys, place, has_gauss, cached = saved["rng"]
+        numbers = int(place), int(has_gauss), cached
+        state.rng.set_state((kind, keys.cpu().numpy().astype(numpy.uint32), *numbers))
+        for name in _COUNTERS:
+            setattr(state, name, saved[name])
+        for name in _BY_BUCKET:
+            setattr(state, name, {i: tensor.clone() for i, tensor in saved[name].items()})
+    elif callable(getattr(state, "load_state_dict", None)):
+        state.load_state_dict(saved)
+    elif isinstance(state, dict):
+        state.update(saved)
+    else:
+        for key, value in saved.items():
+            setattr(state, key, value)
