@@ -79,15 +79,19 @@ def _entries(state: Any) -> Iterator[Any]:
 
 def rng_state() -> dict[str, Any]:
     """The state of every generator, as plain data."""
+    return {**process_state(), "devices": _device_states()}
+
+
+def process_state() -> dict[str, Any]:
+    """The state of the generators that are not a device's."""
     version, words, gauss = random.getstate()
     legacy: Any = numpy.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = legacy
-    state: dict[str, Any] = {
-        "python": [version, torch.tensor(words), gauss],
+    return {
+        "python": [version, torch.from_numpy(numpy.array(words)), gauss],
         "numpy": [str(kind), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
-    return {**state, "devices": _device_states()}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -21,8 +22,29 @@ GATHERED = ("_y_pred", "_y_true")
 Pooled = tuple[Any, dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class BatchOrder:
+    """How the ranks' batches become those of one process.
+
+    Attributes:
+        by_step: The batches of one step are parts of one batch; else each is one of its own.
+        dealt: The samples of a batch were dealt to the ranks one by one.
+    """
+
+    by_step: bool
+    dealt: bool
+
+    @classmethod
+    def of(cls, share: Share | None, *, training: bool) -> BatchOrder:
+        """That of a pass over data with this share."""
+        dealt = training if share is None else not share.whole_batches
+        return cls(by_step=training or dealt, dealt=dealt)
+
+
 def check_equal(titles: Sequence[list[str]]) -> None:
     """Raises the same error on every rank if one has a metric that another has not."""
+    if all(mine == titles[0] for mine in titles):
+        return
     for rank, mine in enumerate(titles):
         for title in mine:
             counts = [each.count(title) for each in titles]
@@ -46,13 +68,11 @@ def combined(
     found: SortedLeaves,
     everyone: Sequence[dict[str, Any]],
     *,
-    training: bool,
-    share: Share | None,
+    order: BatchOrder,
     device: Any,
 ) -> Iterator[Pooled]:
     """The attributes that each metric would have in one process."""
-    dealt = training if share is None else not share.whole_batches
-    yield from _sums(found.summed, everyone, by_step=training or dealt)
+    yield from _sums(found.summed, everyone, by_step=order.by_step)
     lengths = [each["lengths"] for each in everyone]
     sizes = [each["sizes"] for each in everyone]
     for index, leaf in enumerate([*found.gathered, *found.declaring]):
@@ -62,7 +82,7 @@ def combined(
             values = [each[name] for each in held]
             if name in lengths[0][index]:
                 ends = [each[index][name] for each in lengths]
-                pooled[name] = _rows(values, ends, sizes, dealt=dealt)
+                pooled[name] = _rows(values, ends, sizes, dealt=order.dealt)
             else:
                 pooled[name] = declared.total(values)
             if torch.is_tensor(pooled[name]):

@@ -26,9 +26,16 @@ from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.data.loaders import share_of
 from torchbearer_ddp.group import collectives, wire
 from torchbearer_ddp.metrics import declared
-from torchbearer_ddp.metrics.combine import GATHERED, Pooled, check_equal, combined
+from torchbearer_ddp.metrics.combine import GATHERED, BatchOrder, Pooled, check_equal, combined
 from torchbearer_ddp.metrics.leaves import Leaf, SortedLeaves, flat
-from torchbearer_ddp.metrics.pooling import Ledger, empty
+from torchbearer_ddp.metrics.pooling import (
+    Ledger,
+    added,
+    empty,
+    from_runs,
+    needs_batches,
+    to_runs,
+)
 
 
 class LossRule:
@@ -165,9 +172,11 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
 
     def _exchange(self, state: Any, *, reports: bool) -> None:
         self._exchanged, self._pooled = True, None
+        share = share_of(state.get(torchbearer.GENERATOR))
+        order = BatchOrder.of(share, training=self._training)
         error: Exception | None = None
         try:
-            mine = wire.encode(self._held(state, reports=reports))
+            mine = wire.encode(self._held(state, order, reports=reports))
         except Exception as caught:  # raised after the exchange, so that no rank waits
             error, mine = caught, None
         found = collectives.all_gather((collectives.describe_error(error), mine), "the metrics")
@@ -178,29 +187,44 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
         check_equal([each["titles"] for each in everyone])
         if not any(each["reports"] for each in everyone):
             return
-        pooled = combined(
-            self._leaves,
-            everyone,
-            training=self._training,
-            share=share_of(state.get(torchbearer.GENERATOR)),
-            device=state.get(torchbearer.DEVICE, "cpu"),
-        )
-        self._pooled = list(pooled)
+        self._complete(everyone, order)
+        device = state.get(torchbearer.DEVICE, "cpu")
+        self._pooled = list(combined(self._leaves, everyone, order=order, device=device))
         averaged = {id(metric) for metric, held in self._pooled if "process_final" in held}
         for leaf in self._leaves.averaged:
             if id(leaf.metric) in averaged:
                 self._warn(leaf)
 
-    def _held(self, state: Any, *, reports: bool) -> dict[str, Any]:
+    def _complete(self, everyone: list[dict[str, Any]], order: BatchOrder) -> None:
+        """Brings in what was left out of the first exchange; collective if anything was needed.
+
+        That is each batch's sums of metrics for which only some ranks could add up theirs.
+        """
+        by_rank = [each["sums"] for each in everyone]
+        indices = [
+            index
+            for index, entries in enumerate(zip(*by_rank, strict=True))
+            if needs_batches(entries, by_step=order.by_step)
+        ]
+        if indices:
+            mine = [self._ledgers[index].entry() for index in indices]
+            found = collectives.all_gather(mine, "the metrics of each batch")
+            for entries, whole in zip(by_rank, found, strict=True):
+                for index, entry in zip(indices, whole, strict=True):
+                    entries[index] = entry
+        for each in everyone:
+            each |= {name: from_runs(each[name]) for name in ("sizes", "weights")}
+
+    def _held(self, state: Any, order: BatchOrder, *, reports: bool) -> dict[str, Any]:
         """What this rank contributes to the final values."""
         found = self._leaves
         return {
             "titles": found.titles(),
             "reports": reports and bool(self._sizes),
-            "sizes": torch.tensor(self._sizes, dtype=torch.int64),
-            "weights": torch.tensor(self._weights, dtype=torch.float64),
+            "sizes": to_runs(torch.tensor(self._sizes, dtype=torch.int64)),
+            "weights": to_runs(torch.tensor(self._weights, dtype=torch.float64)),
             "loss is a sum": self.loss_rule.is_sum(state),
-            "sums": [ledger.entry() for ledger in self._ledgers],
+            "sums": [added(each.entry(), by_step=order.by_step) for each in self._ledgers],
             "lengths": self._lengths,
             "rows": [
                 *({n: getattr(each.metric, n) for n in GATHERED} for each in found.gathered),

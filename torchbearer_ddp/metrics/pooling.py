@@ -6,16 +6,19 @@ import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torchbearer.metrics import Var
 
-from torchbearer_ddp.data.sampling import interleave, positions
+from torchbearer_ddp.data.sampling import positions
 
 _Rows = TypeVar("_Rows", torch.Tensor, list[Any])
 #: The attributes in which metrics sum values and their squares.
 _SUMS = ("_sum", "_sum_sq")
 #: How many values are kept one by one before they are stacked.
 _STACK = 256
+#: How many numbers are added one after the other with one call.
+_ADDED_AT_ONCE = 2**20
 
 
 class Ledger:
@@ -51,8 +54,9 @@ class Ledger:
         columns = {name: torch.cat(column).cpu() for name, column in self._columns.items()}
         return {
             **columns,
-            "counts": torch.tensor(self._counts, dtype=torch.float64),
-            "every batch": self._every_batch,
+            "count": sum(self._counts),
+            "one value a batch": self._every_batch and all(each == 1 for each in self._counts),
+            "totals": None,
         }
 
 
@@ -63,6 +67,34 @@ def empty(metric: Any) -> None:
 
 def _sums_of(metric: Any) -> tuple[str, ...]:
     return _SUMS if isinstance(metric, Var) else _SUMS[:1]
+
+
+def added(entry: dict[str, Any] | None, *, by_step: bool) -> dict[str, Any] | None:
+    """An entry whose batches are added up, if the order cannot matter, as it is with accuracy.
+
+    Sums of whole numbers are exact in any order, as long as they are small enough.
+    """
+    if entry is None or (by_step and entry["one value a batch"]):
+        return entry
+    columns = {name: entry[name] for name in _SUMS if name in entry}
+    if not all(map(_is_whole, columns.values())):
+        return entry
+    totals = {name: column.double().sum(0) for name, column in columns.items()}
+    empty_columns = {name: column[:0] for name, column in columns.items()}
+    return {**entry, **empty_columns, "totals": totals}
+
+
+def needs_batches(entries: Sequence[dict[str, Any] | None], *, by_step: bool) -> bool:
+    """True if some ranks have added up their batches, but the order of all batches matters."""
+    filled = [entry for entry in entries if entry is not None]
+    if not any(entry["totals"] for entry in filled):
+        return False
+    if not all(entry["totals"] for entry in filled):
+        return True
+    # By step they are added in double precision.
+    dtype = torch.float64 if by_step else filled[0]["_sum"].dtype
+    exact_below = 2 / torch.finfo(dtype).eps
+    return any(bool((each >= exact_below).any()) for each in _totals(filled).values())
 
 
 def pool(
@@ -78,24 +110,69 @@ def pool(
     With ``by_step`` the ranks' batches of one step are parts of one batch, which count by their
     ``sizes``. Otherwise each is a batch of one process, and sums are added in the order and
     precision of that process. ``summed`` means that the value of a batch is a sum over its samples.
+    Either all entries are :func:`added` or none.
     """
     filled = [(e, s) for e, s in zip(entries, sizes, strict=True) if e is not None]
     if not filled:
         return None
-    dtypes = {name: filled[0][0][name].dtype for name in _SUMS if name in filled[0][0]}
+    first = filled[0][0]
+    dtypes = {name: first[name].dtype for name in _SUMS if name in first}
     if by_step and _is_per_batch(filled, of_loss):
         values = _step_values(filled, summed=summed)
         powers = {"_sum": values, "_sum_sq": values.square()}
         pooled = {name: _total(powers[name], dtype) for name, dtype in dtypes.items()}
         return {**pooled, "_count": float(len(values))}
+    count = sum(float(e["count"]) for e, _ in filled)
+    if first["totals"]:
+        totals = _totals([e for e, _ in filled])
+        return {**{name: totals[name].to(dtype) for name, dtype in dtypes.items()}, "_count": count}
     pooled = {}
     for name, dtype in dtypes.items():
-        batches = interleave([e[name] for e, _ in filled])
-        if by_step:
-            pooled[name] = _total(torch.stack(batches), dtype)
-        else:
-            pooled[name] = functools.reduce(torch.add, batches)
-    return {**pooled, "_count": sum(float(e["counts"].sum()) for e, _ in filled)}
+        batches = in_turn([e[name] for e, _ in filled])
+        pooled[name] = _total(batches, dtype) if by_step else _added_in_order(batches)
+    return {**pooled, "_count": count}
+
+
+def in_turn(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all ranks: the first of each, the second of each, and so on."""
+    padded = torch.nn.utils.rnn.pad_sequence(list(columns))
+    lengths = torch.tensor([len(column) for column in columns])
+    return padded[torch.arange(len(padded))[:, None] < lengths]
+
+
+def to_runs(values: torch.Tensor) -> list[torch.Tensor]:
+    """Values and how often each is repeated: the batches of a pass are nearly all of one size."""
+    return list(torch.unique_consecutive(values, return_counts=True))
+
+
+def from_runs(runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What :func:`to_runs` was given."""
+    values, counts = runs
+    return values.repeat_interleave(counts)
+
+
+def _added_in_order(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the rows, one after the other, in the precision of the values."""
+    if values.dtype not in (torch.float32, torch.float64):
+        return functools.reduce(torch.add, values.unbind())
+    total = values[:1].numpy()
+    for part in torch.split(values[1:], max(1, _ADDED_AT_ONCE // max(1, values[0].numel()))):
+        # accumulate is defined to go row by row; sum is not.
+        total = numpy.add.accumulate(numpy.concatenate([total, part.numpy()]))[-1:]
+    return torch.from_numpy(total.copy())[0]
+
+
+def _is_whole(values: torch.Tensor) -> bool:
+    """True for numbers like 0, 1, 2, without minus zero, whose sign a sum may lose."""
+    if not values.is_floating_point():
+        return False
+    return not bool((values.signbit() | (values != values.floor()) | values.isinf()).any())
+
+
+def _totals(entries: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The sums of all ranks' entries, each of which is :func:`added`."""
+    names = entries[0]["totals"]
+    return {name: torch.stack([each["totals"][name] for each in entries]).sum(0) for name in names}
 
 
 def _total(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,7 +181,7 @@ def _total(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _is_per_batch(filled: list[tuple[dict[str, Any], torch.Tensor]], of_loss: bool) -> bool:
     """True if a metric has one input value per batch, and not one per sample."""
-    single = all(e["every batch"] and bool((e["counts"] == 1).all()) for e, _ in filled)
+    single = all(e["one value a batch"] for e, _ in filled)
     return single and (of_loss or any(bool((size > 1).any()) for _, size in filled))
 
 
