@@ -8,9 +8,9 @@ would only take in a form that is not plain data (the states of callbacks), is u
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchbearer.callbacks import CallbackList
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
+from torchbearer_ddp import checked
+from torchbearer_ddp.checkpoints import kinds
 from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import layouts
@@ -72,16 +74,14 @@ def fitting(load: Any, what: str) -> None:
     """Loads a part; if it does not fit, the message says which."""
     try:
         load()
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except (CheckpointError, OSError):  # a file of the user's own that is gone is no misfit
+        raise
+    except Exception as error:  # of any kind: classes of the user's own load themselves
         raise CheckpointError(
             f"The checkpoint does not fit this trial's {what} "
-            f"({_first_line(error)}). Build the same {what} as the run that saved "
+            f"({checked.first_line(error)}). Build the same {what} as the run that saved "
             "it, or start afresh in another folder."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def named_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
@@ -104,15 +104,37 @@ def _callback_name(callback: Any) -> str:
 
 
 def restore_callbacks(state: Any, payload: dict[str, Any]) -> None:
-    """Puts back the states of the callbacks that are still there, and of their schedulers."""
-    section = payload.get(SECTION, {})
+    """Puts back the states of the callbacks that are still there."""
     callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
-    states, schedules = section.get("callbacks", {}), section.get("schedulers", {})
+    states = payload.get(SECTION, {}).get("callbacks", {})
     for name in [each for each in states if each in callbacks]:
-        callbacks[name].load_state_dict(states[name])
+        fitting(partial(_load_callback, callbacks[name], states[name]), f"callback {name}")
+
+
+def restore_schedulers(state: Any, payload: dict[str, Any]) -> None:
+    """Puts back the states of the schedulers that callbacks have made by now."""
+    states = payload.get(SECTION, {}).get("schedulers", {})
+    callbacks = named_callbacks(state[torchbearer.CALLBACK_LIST])
     for name, scheduler in schedulers(callbacks).items():
-        if name in schedules:
-            scheduler.load_state_dict(like(scheduler.state_dict(), schedules[name]))
+        if name in states:
+            load_scheduler(scheduler, states[name], name)
+
+
+def _load_callback(callback: Any, saved: Any) -> None:
+    if type(callback).__module__.startswith("torchbearer."):
+        kinds.check_numbers(callback.state_dict(), saved, "its state", owner=callback)
+    callback.load_state_dict(saved)
+
+
+def load_scheduler(scheduler: Any, saved: Any, callback: str) -> None:
+    """Loads a state into the scheduler of a callback; one that does not fit is refused."""
+
+    def load() -> None:
+        live = scheduler.state_dict()
+        kinds.check_scheduler(live, saved, "its state", owner=scheduler)
+        scheduler.load_state_dict(kinds.like(live, saved))
+
+    fitting(load, f"scheduler of {callback}")
 
 
 def warn_of_changed_callbacks(state: Any, payload: dict[str, Any]) -> None:
@@ -138,18 +160,6 @@ def schedulers(callbacks: dict[str, Any]) -> dict[str, Any]:
         for name, callback in callbacks.items()
         if isinstance(callback, TorchScheduler) and callback._scheduler is not None
     }
-
-
-def like(live: Any, saved: Any) -> Any:
-    """Gives saved dicts the kinds that the live ones are, such as a Counter, at any depth."""
-    if isinstance(saved, dict) and isinstance(live, dict):
-        rebuilt = copy.copy(live)
-        rebuilt.clear()
-        rebuilt.update({key: like(live.get(key), value) for key, value in saved.items()})
-        return rebuilt
-    if isinstance(saved, list) and isinstance(live, list) and len(live) == len(saved):
-        return [like(*pair) for pair in zip(live, saved, strict=True)]
-    return saved
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -208,7 +218,7 @@ def load_model(model: torch.nn.Module, saved: dict[str, Any], what: str = "model
         )
     for name, buffer in model.named_buffers():
         if (plain := plain_name(model, name)) in saved:  # load_state_dict cannot write into all
-            layouts.overwrite(buffer, saved[plain])
+            fitting(partial(layouts.overwrite, buffer, saved[plain]), f"{what}'s buffer {name}")
     fitting(
         lambda: model.load_state_dict({name: saved[plain_name(model, name)] for name in live}), what
     )
@@ -218,19 +228,35 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def from_torchbearer(loaded: Any) -> dict[str, Any]:
-    """Brings a ``Trial.state_dict``, or that of a model alone, into our form, as plain data."""
-    if not isinstance(loaded, dict):
-        raise CheckpointError(
-            f"The file holds a {type(loaded).__qualname__} where a dict was expected: it is not a "
-            "checkpoint."
-        )
+#: What torchbearer saves of its callbacks.
+_LISTED = checked.record(
+    {
+        CallbackList.CALLBACK_TYPES: checked.items(checked.kind(type, "a class")),
+        CallbackList.CALLBACK_STATES: checked.items(checked.anything),
+    }
+)
+
+
+def from_torchbearer(loaded: Any, where: str) -> dict[str, Any]:
+    """Brings a ``Trial.state_dict``, or that of a model alone, into our form, as plain data.
+
+    Raises:
+        Unexpected: If it is neither.
+    """
+    checked.kind(dict, "a dict")(loaded, where)
     payload: dict[str, Any] = {str(key): value for key, value in loaded.items()}
     if MODEL not in payload:
         payload = {MODEL: payload}
-    listed = payload.pop(str(torchbearer.CALLBACK_LIST), None)
-    if listed is not None:
+    name = str(torchbearer.CALLBACK_LIST)
+    if (listed := payload.pop(name, None)) is not None:
+        _LISTED(listed, f"{where}[{name!r}]")
         kinds = [kind.__name__ for kind in listed[CallbackList.CALLBACK_TYPES]]
         states = listed[CallbackList.CALLBACK_STATES]
+        checked.items(checked.anything, len(kinds))(states, f"the states in {where}[{name!r}]")
         payload[SECTION] = {"callbacks": _numbered(zip(kinds, states, strict=True))}
+    return as_plain_data(payload)
+
+
+def as_plain_data(payload: dict[str, Any]) -> dict[str, Any]:
+    """What was loaded, as it can be sent to other ranks; its tensors are not copied."""
     return Snapshot(borrow=True).copy(payload, "checkpoint")

@@ -15,18 +15,23 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
+from torchbearer_ddp import checked
+from torchbearer_ddp.checkpoints import bounds
+from torchbearer_ddp.checkpoints.opening import open_to_read
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group.failures import TEMPORARY_PREFIX
 
 _MARK = b"torchbearer_ddp checkpoint "
 _LONGEST_COMMENT = 512
+_COUNT = checked.whole(0)
+_LABEL = checked.record({"serial": _COUNT, "epochs": _COUNT, "step": _COUNT, "records": _COUNT})
 #: What torch reads of each entry in the list of records.
 _LISTED = ("filename", "CRC", "file_size", "compress_size", "header_offset", "external_attr")
 
@@ -127,33 +132,69 @@ class _Stream:
         """Called by torch."""
 
 
-def read_label(path: Path) -> Label | None:
+def read_label(path: Path, *, follow: bool = True) -> Label | None:
     """Which save a file is, or None where the label is gone: truncated, or not one of ours."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_COMMENT))
-            comment = b"".join(file.read().rpartition(_MARK)[1:])
-        label = Label(**json.loads(comment[len(_MARK) :].rpartition(b" ")[0]))
-    except (OSError, ValueError, TypeError):
+        with open_to_read(path, follow=follow) as file:
+            return _label_of(file)
+    except (OSError, CheckpointError):
         return None
-    numbers = all(type(value) is int and value >= 0 for value in asdict(label).values())
-    return label if numbers and label.comment() == comment else None
 
 
-def read(path: Path, *, foreign: bool = False, trust: bool = False) -> Any:
-    """The contents of a file, verified unless it is of other origin.
-
-    Whatever is wrong with the file raises CheckpointError, so that an older one can be used. What
-    is not plain data is refused, unless it is trusted.
-    """
+def _label_of(file: BinaryIO) -> Label | None:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_COMMENT))
+    comment = b"".join(file.read(_LONGEST_COMMENT).rpartition(_MARK)[1:])
     try:
-        with path.open("rb") as file:
-            if not foreign:
-                _verify(file, path)
-                file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=not trust)
+        text = comment[len(_MARK) :].rpartition(b" ")[0]
+        label = Label(**checked.from_json(text, _LABEL, "the label", _LONGEST_COMMENT))
+    except (checked.Unexpected, TypeError):
+        return None
+    return label if label.comment() == comment else None
+
+
+def read(path: Path, *, follow: bool = True) -> Any:
+    """The contents of a checkpoint, verified: its checksums, and that it holds plain data only.
+
+    Whatever is wrong with the file raises CheckpointError, so that an older one can be used.
+    ``follow`` allows a symbolic link.
+    """
+    return _read(path, follow=follow, verify=_verify, weights_only=True)
+
+
+def read_foreign(path: Path, *, trust: bool = False) -> Any:
+    """The contents of a file of other origin; what is not plain data only if it is trusted.
+
+    Whatever is wrong with the file raises CheckpointError.
+    """
+    return _read(path, follow=True, verify=_require_plain_archive, weights_only=not trust)
+
+
+def verify_records(path: Path) -> None:
+    """Verifies the checksums of the records of a file without a label."""
+    with open_to_read(path) as file:
+        if zipfile.is_zipfile(file):  # ours are; others may hold anything
+            with zipfile.ZipFile(file) as archive:
+                if (damaged := archive.testzip()) is not None:
+                    raise _damaged(path, damaged)
+
+
+def _read(
+    path: Path, *, follow: bool, verify: Callable[[BinaryIO, Path], None], weights_only: bool
+) -> Any:
+    try:
+        with open_to_read(path, follow=follow) as file:
+            verify(file, path)
+            if weights_only:
+                bounds.check_pickles(file, str(path))
+            file.seek(0)
+            loaded = torch.load(file, map_location="cpu", weights_only=weights_only)
+            if weights_only:
+                bounds.Census(os.fstat(file.fileno()).st_size).take(loaded, str(path))
+            return loaded
     except CheckpointError:
         raise
+    except checked.Unexpected as error:
+        raise CheckpointError(f"{error}. Use another one.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
     except pickle.UnpicklingError as error:
@@ -164,12 +205,13 @@ def read(path: Path, *, foreign: bool = False, trust: bool = False) -> Any:
         ) from error
     except Exception as error:  # torch raises errors of many kinds, and so does what it loads
         raise CheckpointError(
-            f"{path} is not a whole file of torch.save ({_first_line(error)}). Use another one."
+            f"{path} is not a whole file of torch.save ({checked.first_line(error)}). Use another "
+            "one."
         ) from error
 
 
 def _verify(file: BinaryIO, path: Path) -> None:
-    label = read_label(path)
+    label = _label_of(file)
     if label is None:
         raise CheckpointError(
             f"{path} has no label at its end: it is truncated, or not written by Checkpoint. "
@@ -177,22 +219,43 @@ def _verify(file: BinaryIO, path: Path) -> None:
         )
     try:
         with zipfile.ZipFile(file) as archive:
+            _require_plain(archive, file, path)
             damaged = archive.testzip()
             if damaged is None and _records_crc(archive) != label.records:
                 damaged = "list of records"
+    except CheckpointError:
+        raise
     except Exception as error:  # zipfile raises errors of many kinds
-        damaged = f"list of records ({_first_line(error)})"
+        damaged = f"list of records ({checked.first_line(error)})"
     if damaged is not None:
+        raise _damaged(path, damaged)
+
+
+def _damaged(path: Path, record: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: the CRC-32 of its {record} is not the one that was written. Use an "
+        "older checkpoint, and have the disk or the copy checked."
+    )
+
+
+def _require_plain_archive(file: BinaryIO, path: Path) -> None:
+    """Refuses an archive that is larger than its file; torch has formats without one, too."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            _require_plain(archive, file, path)
+
+
+def _require_plain(archive: zipfile.ZipFile, file: BinaryIO, path: Path) -> None:
+    records = archive.infolist()
+    size = sum(record.file_size for record in records)
+    compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+    if compressed or size > os.fstat(file.fileno()).st_size:
         raise CheckpointError(
-            f"{path} is damaged: the CRC-32 of its {damaged} is not the one that was written. Use "
-            "an older checkpoint, and have the disk or the copy checked."
+            f"{path} is an archive whose records are compressed or overlap, which torch.save does "
+            "not write. Use another one."
         )
 
 
 def _records_crc(archive: zipfile.ZipFile) -> int:
     listed = [[getattr(record, name) for name in _LISTED] for record in archive.infolist()]
     return zlib.crc32(repr(listed).encode())
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -11,22 +11,21 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchbearer_ddp.checkpoints import contents, file, rank_state
+from torchbearer_ddp import checked
+from torchbearer_ddp.checkpoints import file, form, opening
 from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group.failures import TEMPORARY_PREFIX
 
 LATEST = "latest"
-#: The form of what is in a file, and those that can be read; one of another form is refused.
-FORMAT = 3
-_READABLE = (2, 3)
 _LOCK = ".lock"
 #: How long a run that was killed may take to release the lock.
 _RELEASE_SECONDS = 2.0
@@ -76,6 +75,10 @@ class Folder:
         self._file_mode = file_mode
         self._folder_mode = folder_mode
         self._damaged: set[str] = set()
+        #: Those that are whole, but could not be put back.
+        self._passed_over: set[str] = set()
+        #: False where others could have put a link into the folder.
+        self._follow = True
 
     def open(self) -> None:
         """Makes the folder, claims it for this run, and removes what a killed run left."""
@@ -83,9 +86,31 @@ class Folder:
         failure = f"The checkpoint folder {self.path} cannot be used"
         with _explained(failure, "Give one that this user may write."):
             self.path.mkdir(mode=self._folder_mode, parents=True, exist_ok=True)
+            self._find_others()
             self._claim()
+            self._require_latest()
             for left in self.path.glob(f"{TEMPORARY_PREFIX}*"):
-                left.unlink(missing_ok=True)
+                if not left.is_dir():
+                    left.unlink(missing_ok=True)
+
+    def _find_others(self) -> None:
+        """Says so if others can write here, unless that is wished; their links are not followed."""
+        others = opening.written_by_others(self.path)
+        self._follow = not others
+        if others and not self._folder_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            warnings.warn(
+                f"The checkpoint folder {self.path} {others}, who could replace or remove the "
+                f"checkpoints in it. Run chmod 700 {self.path}, or name a folder of your own.",
+                stacklevel=2,
+            )
+
+    def _require_latest(self) -> None:
+        latest = self.path / LATEST
+        if latest.is_dir() and not latest.is_symlink():
+            raise CheckpointError(
+                f"{latest} is a folder, but a link of that name is to point to the newest "
+                "checkpoint. Remove it, or give another folder."
+            )
 
     def close(self) -> None:
         """Lets another run use the folder."""
@@ -95,27 +120,31 @@ class Folder:
 
     def newest_first(self) -> list[Path]:
         """Every checkpoint, the last one written first; those without a label before all others."""
+        return [path for path, _ in self._labelled()]
 
-        def age(path: Path) -> tuple[float, bool, str]:
-            label = file.read_label(path)
+    def _labelled(self) -> list[tuple[Path, Label | None]]:
+        def age(found: tuple[Path, Label | None]) -> tuple[float, bool, str]:
+            path, label = found
             serial = label.serial if label else math.inf
             # The same save may have two names: the numbered one first.
             return -serial, not _NUMBERED.fullmatch(path.name), path.name
 
-        return sorted((p for p in self.path.iterdir() if _OURS.fullmatch(p.name)), key=age)
+        paths = [path for path in self.path.iterdir() if _OURS.fullmatch(path.name)]
+        return sorted([(p, file.read_label(p, follow=self._follow)) for p in paths], key=age)
 
-    def read_newest(self) -> tuple[Path | None, Any, list[str]]:
+    def read_newest(
+        self, check: checked.Form = checked.anything
+    ) -> tuple[Path | None, Any, list[str]]:
         """The newest whole checkpoint, its contents, and what is wrong with those after it.
 
-        ``latest`` points to it from now on: not to a damaged file, and not to the one before where
-        a kill came between the two.
+        One whose contents do not pass the check is not whole. ``latest`` points to it from now on:
+        not to a damaged file, and not to the one before where a kill came between the two.
         """
         problems: list[str] = []
-        for path in self.newest_first():
-            try:
-                payload = file.read(path)
-            except CheckpointError as error:
-                problems.append(str(error))
+        for path in [each for each in self.newest_first() if each.name not in self._passed_over]:
+            problem, payload = self._read(path, check)
+            if problem:
+                problems.append(problem)
                 self._damaged.add(path.name)
                 continue
             with contextlib.suppress(OSError):  # if nothing can be written, the first save fails
@@ -128,10 +157,26 @@ class Folder:
             )
         return None, None, []
 
+    def pass_over(self, path: Path) -> None:
+        """Uses an older checkpoint than this one, which could not be put back."""
+        self._passed_over.add(path.name)
+        self._damaged.add(path.name)
+
+    def _read(self, path: Path, check: checked.Form) -> tuple[str, Any]:
+        """What is wrong with a file, or nothing and its contents."""
+        try:
+            payload = file.read(path, follow=self._follow)
+        except CheckpointError as error:
+            return str(error), None
+        try:
+            check(payload, str(path))
+        except checked.Unexpected as error:
+            return f"{error}: it is not a checkpoint of a run.", None
+        return "", payload
+
     def next_serial(self) -> int:
         """The number of the next save."""
-        labels = (file.read_label(path) for path in self.newest_first())
-        return 1 + max((label.serial for label in labels if label), default=0)
+        return 1 + max((label.serial for _, label in self._labelled() if label), default=0)
 
     def put(self, payload: Any, names: Sequence[str], label: Label) -> None:
         """Writes a checkpoint; it is durable under all of its names when this returns.
@@ -140,23 +185,37 @@ class Folder:
         """
         first, *others = names
         failure = f"The checkpoint {self.path / first} could not be written"
-        with _explained(failure, f"The earlier checkpoints are as they were. {_START_AGAIN}"):
+        with _explained(failure, self._what_is_left):
             file.write(self.path / first, payload, label, self._file_mode)
             for name in others:
                 self._link(first, name)
+        failure = f"{self.path / first} is written, but {LATEST} could not be made to point to it"
+        with _explained(failure, self._what_is_left):
             if _NUMBERED.fullmatch(first):
                 self._point_latest(first)
             file.sync_folder(self.path)
             self._damaged.difference_update(names)
+            self._passed_over.difference_update(names)
+
+    def _what_is_left(self) -> str:
+        """What a user who reads that a save has failed wants to know."""
+        if not self.path.is_dir():
+            return (
+                "The folder is gone, and the earlier checkpoints with it. Find out what has "
+                "removed it, and start again."
+            )
+        left = len(self.newest_first())
+        if not left:
+            return f"There is no other checkpoint in the folder. {_START_AGAIN}"
+        return f"The folder still holds {left} checkpoint{'s' * (left > 1)}. {_START_AGAIN}"
 
     def find_end_of_run(self, number: int, epochs: int, step: int) -> tuple[str, Any]:
         """The checkpoint at the end of an earlier ``run()``; None as contents if it is gone."""
-        for path in self.newest_first():
-            label = file.read_label(path)
+        for path, label in self._labelled():
             if label is not None and (label.epochs, label.step) == (epochs, step):
-                with contextlib.suppress(CheckpointError):  # damaged
-                    payload = file.read(path)
-                    if len(payload[SECTION].get("runs", [])) == number:
+                with contextlib.suppress(CheckpointError):  # of another version
+                    problem, payload = self._read(path, form.check_payload)
+                    if not problem and len(payload[SECTION].get("runs", [])) == number:
                         return str(path), payload
         return "", None
 
@@ -167,11 +226,11 @@ class Folder:
         """
         if self._keep is None:
             return
-        # Damaged files do not count: they must not push a whole one out.
+        # Damaged files, and what is none of ours, do not count: they must not push a whole one out.
         numbered = [
             path
-            for path in self.newest_first()
-            if _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
+            for path, label in self._labelled()
+            if label and _NUMBERED.fullmatch(path.name) and path.name not in self._damaged
         ]
         ends = {epoch_name(epochs) for _, epochs, _ in runs[-self._keep :]}
         ends |= {step_name(step) for _, _, step in runs[-self._keep :]}
@@ -187,8 +246,7 @@ class Folder:
         key = self.path.resolve()
         if key in _locks:
             return
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(key / _LOCK, flags, self._file_mode | 0o600)
+        descriptor = opening.open_lock(key / _LOCK, self._file_mode | 0o600)
         try:
             _lock(descriptor)
         except OSError as error:
@@ -214,7 +272,7 @@ class Folder:
             temporary.replace(self.path / other)
         except OSError:  # not every file system has hard links
             with (
-                (self.path / name).open("rb") as source,
+                opening.open_to_read(self.path / name, follow=False) as source,
                 file.create(self.path / other, self._file_mode) as target,
             ):
                 shutil.copyfileobj(source, target)
@@ -247,64 +305,10 @@ def _lock(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def _explained(failure: str, remedy: str) -> Iterator[None]:
+def _explained(failure: str, remedy: str | Callable[[], str]) -> Iterator[None]:
     """Raises what the operating system refuses as a CheckpointError."""
     try:
         yield
     except OSError as error:
+        remedy = remedy if isinstance(remedy, str) else remedy()
         raise CheckpointError(f"{failure} ({error.strerror or error}). {remedy}") from error
-
-
-# Which checkpoint a run continues from, and files of any origin; on rank zero only.
-
-
-def find(folder: Folder, resume: bool | str | os.PathLike[str]) -> tuple[str, Any]:
-    """The path and the contents of the checkpoint to continue from; without one, None as contents.
-
-    ``resume`` is what :class:`~torchbearer_ddp.Checkpoint` was given.
-    """
-    if isinstance(resume, bool) or resume == "auto":
-        path, payload = _newest(folder, resume)
-        if path is None:
-            return "", None
-    else:
-        path = Path(resume)
-        payload = file.read(path)
-    section = payload.get(SECTION, {}) if isinstance(payload, dict) else {}
-    if section.get("format") not in _READABLE:
-        raise CheckpointError(
-            f"{path} has format {section.get('format')}, but this version of torchbearer_ddp "
-            f"reads formats {' and '.join(map(str, _READABLE))}. Use the version that wrote it "
-            f"({section.get('versions')})."
-        )
-    return str(path), payload
-
-
-def _newest(folder: Folder, resume: bool | str) -> tuple[Path | None, Any]:
-    if resume is False:
-        if old := folder.newest_first():
-            raise CheckpointError(
-                f"resume=False starts a run afresh, but {folder.path} holds checkpoints already "
-                f"(the newest is {old[0].name}). Give another folder, or remove them."
-            )
-        return None, None
-    path, payload, problems = folder.read_newest()
-    for problem in problems:
-        warnings.warn(f"{problem} Instead, {path} is used.", stacklevel=2)
-    if path is None and resume is True:
-        raise CheckpointError(
-            f"resume=True, but there is no checkpoint in {folder.path}. Give the folder of the run "
-            "to continue, or resume='auto' to start afresh where there is none."
-        )
-    return path, payload
-
-
-def read_any(path: Path, *, trust: bool) -> dict[str, Any]:
-    """The contents of a file in our form: one of ours, verified, or one of other origin.
-
-    Without what each rank had for itself, which only a run that continues can use.
-    """
-    foreign = file.read_label(path) is None
-    found = contents.from_torchbearer(file.read(path, foreign=foreign, trust=trust and foreign))
-    found.get(SECTION, {}).pop(rank_state.PARTS, None)
-    return found

@@ -17,6 +17,7 @@ import torch
 import torchbearer
 from torch.utils.data import DataLoader
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import trained
 from torchbearer_ddp.group.plain_data import type_name
@@ -26,14 +27,14 @@ _LOADER_DEPTH = 12
 _DEPTH = 6
 #: How many items of a list or a dict are looked at, unless there are generators among them.
 _WIDTH = 32
-_GENERATORS = (
+GENERATORS = (
     torch.Generator,
     numpy.random.Generator,
     numpy.random.RandomState,
     random.Random,
 )
 #: What holds no generator of the user's, or leads back to everything.
-_PASSED_OVER = (
+PASSED_OVER = (
     torch.Tensor,
     numpy.ndarray,
     torch.optim.Optimizer,
@@ -53,25 +54,32 @@ _OF_MODULES = vars(torch.nn.Module()).keys() - {"_modules"}
 
 def collect(state: Any) -> dict[str, Any]:
     """The state of every generator that this rank uses, as plain data."""
-    return {**randomness.rng_state(), "loaders": _read(state)[0]}
+    return {**randomness.rng_state(), "loaders": states_of(find(state))[0]}
 
 
 def restore(state: Any, saved: dict[str, Any]) -> None:
     """Puts back what :func:`collect` gave."""
-    randomness.set_rng_state(saved)
-    for name, each in find(state):
-        if name in saved["loaders"]:
-            _set(each, saved["loaders"][name])
+    with checked.damage("The state of a random generator"):
+        randomness.set_rng_state(saved)
+        set_states(find(state), saved["loaders"])
+
+
+def set_states(found: list[tuple[str, Any]], states: dict[str, Any]) -> None:
+    """Puts back the states of those generators that have one."""
+    for name, each in found:
+        if name in states:
+            _set(each, states[name])
 
 
 def problems(state: Any) -> list[str]:
     """The generators whose state cannot be saved, by name."""
-    return _read(state)[1]
+    return states_of(find(state))[1]
 
 
-def _read(state: Any) -> tuple[dict[str, Any], list[str]]:
+def states_of(found: list[tuple[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The states of generators by name, and which of them have none that can be saved."""
     states, failed = {}, []
-    for name, each in find(state):
+    for name, each in found:
         try:
             states[name] = _get(each)
         except Exception:  # that of random.SystemRandom, or of a class of the user's own
@@ -93,11 +101,18 @@ def find(state: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def inside(*parts: Any) -> list[tuple[str, Any]]:
+    """Every generator in these objects, with a name."""
+    seen: set[int] = set()
+    numbered = enumerate(parts)
+    return [each for n, part in numbered for each in _inside(part, str(n), seen, _LOADER_DEPTH)]
+
+
 def _inside(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    if id(value) in seen or depth == 0 or isinstance(value, _PASSED_OVER):
+    if id(value) in seen or depth == 0 or isinstance(value, PASSED_OVER):
         return
     seen.add(id(value))
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         yield path, value
     elif isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -110,13 +125,13 @@ def _inside(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple
                 yield one
     else:
         inner = depth if isinstance(value, torch.nn.Module) else depth - 1  # models are deep
-        for name, each in _attributes(value):
+        for name, each in attributes(value):
             here = f"{path}.{name}"
             is_container = isinstance(each, dict | list | tuple)
             yield from _inside(each, here if is_container else f"{here}[0]", seen, inner)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> list[tuple[str, Any]]:
     """What an object or a function holds."""
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]

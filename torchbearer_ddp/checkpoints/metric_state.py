@@ -15,11 +15,13 @@ from typing import Any
 import numpy
 import torch
 from torchbearer.bases import Callback, Metric
-from torchbearer.metrics import EpochLambda
+from torchbearer.metrics import EpochLambda, RunningMean
 from torchbearer.state import StateKey
 
-from torchbearer_ddp.checkpoints import contents
+from torchbearer_ddp import checked
+from torchbearer_ddp.checkpoints import kinds
 from torchbearer_ddp.group.plain_data import PlainDataWalker
+from torchbearer_ddp.metrics.pooled_list import PooledMetricList
 from torchbearer_ddp.metrics.pooling import Ledger
 
 #: Exactly these: a subclass would not come back as what it was.
@@ -28,6 +30,37 @@ _DATA = (type(None), bool, int, float, str, bytes, list, tuple, set, deque)
 _DATA_KINDS = (torch.Tensor, numpy.generic, numpy.ndarray, dict)
 #: What an EpochLambda gathers: large, and empty again at the next epoch.
 _GATHERED = ("_y_true", "_y_pred")
+
+
+_SUMS = ("_sum", "_sum_sq", "_count")
+#: What torchbearer's metrics are made with.
+_SETTINGS = ("name", "_kwargs", "_batch_size", "_step_size", "_unbiased")
+_TENSOR = checked.kind(torch.Tensor, "a tensor")
+_COUNTS = checked.items(checked.whole(0))
+#: What a metric of one of these classes would only fail on in a later batch.
+_HELD: tuple[tuple[type, checked.Form], ...] = (
+    (
+        Ledger,
+        checked.record(
+            {},
+            _columns=checked.table(checked.items(_TENSOR)),
+            _counts=checked.items(checked.number),
+            _unstacked=checked.whole(0),
+            _every_batch=checked.boolean,
+        ),
+    ),
+    (
+        PooledMetricList,
+        checked.record(
+            {},
+            _sizes=_COUNTS,
+            _weights=checked.items(checked.number),
+            _lengths=checked.items(checked.table(_COUNTS)),
+        ),
+    ),
+    (RunningMean, checked.record({}, _cache=checked.items(_TENSOR))),
+    (EpochLambda, checked.record({}, **dict.fromkeys(_GATHERED, checked.optional(_TENSOR)))),
+)
 
 
 class _NotDataError(Exception):
@@ -50,14 +83,83 @@ def collect(metrics: Metric, *, mid_epoch: bool) -> dict[str, dict[str, Any]]:
 
 def restore(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
     """Puts back what :func:`collect` gave into metrics that are built as they were then."""
+    check(metrics, saved)
     for path, metric in _walk(metrics, "", set()):
-        held = vars(metric)
-        for name, value in saved.get(path, {}).items():
-            live = held.get(name)
-            if isinstance(live, deque):
-                held[name] = deque(value, live.maxlen)
-            else:
-                held[name] = contents.like(live, value)
+        for name, value in _state(metric, saved.get(path, {})).items():
+            vars(metric)[name] = kinds.like(vars(metric).get(name), value)
+
+
+def changes(metrics: Metric, saved: dict[str, dict[str, Any]]) -> list[str]:
+    """The names of the metrics that are not where they were when this was saved."""
+    here = _named({path: vars(metric) for path, metric in _walk(metrics, "", set())})
+    return sorted({name for _, name in here ^ _named(saved)})
+
+
+def _named(held: dict[str, dict[str, Any]]) -> set[tuple[str, str]]:
+    """The places that have a name; anything may be there in a damaged file."""
+    names = {path: values.get("name") for path, values in held.items()}
+    return {(path, name) for path, name in names.items() if isinstance(name, str)}
+
+
+def check_names(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
+    """Refuses metrics without names, which cannot be told from others.
+
+    Raises:
+        Unexpected: If there are some.
+    """
+    checked.record({"": checked.anything})(saved, "what was saved of the metrics")
+    for path, metric in _walk(metrics, "", set()):
+        if path in saved and isinstance(getattr(metric, "name", None), str):
+            checked.record({"name": checked.text()})(saved[path], f"the metric {metric.name!r}")
+
+
+def check(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
+    """Refuses a value of another kind than a metric has here.
+
+    Raises:
+        Unexpected: If there is one.
+    """
+    for path, metric in _walk(metrics, "", set()):
+        for name, value in _state(metric, saved.get(path, {})).items():
+            where = f"{name!r} of the metric {type(metric).__name__}"
+            kinds.check(vars(metric).get(name), value, where, owner=metric)
+        for name in [each for each in _SUMS if path in saved and each in vars(metric)]:
+            value, kind = saved[path].get(name), type(metric).__name__
+            if value is None:
+                raise checked.Unexpected(f"{name!r} of the metric {kind} is missing")
+            if name != "_count" and saved[path].get("_count"):
+                _TENSOR(value, f"{name!r} of the metric {kind}")
+        for owner, form in _HELD:
+            if isinstance(metric, owner):
+                form(saved.get(path, {}), f"the metric {type(metric).__name__}")
+        with checked.damage(f"what was saved of the metric {type(metric).__name__}"):
+            _check_batches(metric, saved.get(path, {}), len(saved[""].get("_sizes", ())))
+
+
+def _check_batches(metric: Any, held: dict[str, Any], batches: int) -> None:
+    """Refuses values of batches that do not fit together, or are of more batches than there were.
+
+    What torch raises is the error.
+    """
+    if isinstance(metric, RunningMean) and held.get("_cache"):
+        is_one = torch.stack(list(held["_cache"]))[0].numel() == 1
+        form = checked.number if is_one else checked.items(checked.anything)
+        form(held.get("_result"), "its last value")
+    if isinstance(metric, Ledger):
+        found = [len(torch.cat(list(column))) for column in held.get("_columns", {}).values()]
+        if any(rows != len(held.get("_counts", ())) or rows > batches for rows in found):
+            raise ValueError(f"it has the values of {found[0]} batches, not of {batches}")
+    if isinstance(metric, PooledMetricList) and held:
+        checked.items(checked.anything, batches)(held["_weights"], "the list of its weights")
+        checked.items(checked.anything, len(metric._lengths))(held["_lengths"], "its lengths")
+        if any(len(each) > batches for table in held["_lengths"] for each in table.values()):
+            raise ValueError(f"it has lengths of more than {batches} batches")
+
+
+def _state(metric: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """What was saved of a metric, but for the settings that torchbearer's are made with."""
+    settings = _SETTINGS if type(metric).__module__.startswith("torchbearer.") else ()
+    return {name: value for name, value in saved.items() if name not in settings}
 
 
 def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -85,7 +187,7 @@ def collect_values(values: dict[str, Any]) -> dict[str, Any]:
     """Those values that are data."""
     collector, found = _Collector(), {}
     for name, value in values.items():
-        with contextlib.suppress(_NotDataError):
+        with contextlib.suppress(_NotDataError, RecursionError):
             found[name] = collector.walk(value, name)
     return found
 

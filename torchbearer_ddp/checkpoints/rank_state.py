@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torchbearer
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.checkpoints import contents, generators, metric_state
 from torchbearer_ddp.group import collectives, layouts, replicas, wire
 
@@ -64,10 +65,8 @@ def sent_by_rank_zero(find: Callable[[], tuple[str, Any]], name: str) -> tuple[s
 
     path, payload, count = collectives.from_rank_zero(find_and_split, name)
     if payload is not None and count == collectives.world_size():
-        for rank in range(count):
-            part = collectives.broadcast(parts[rank] if parts else None, f"rank {rank} of {name}")
-            if rank == collectives.rank():
-                payload[contents.SECTION][PARTS] = {rank: part}
+        mine = collectives.scatter(parts, f"each rank's part of {name}")
+        payload[contents.SECTION][PARTS] = {collectives.rank(): mine}
     return path, payload
 
 
@@ -107,3 +106,11 @@ def restore_buffers(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     for name, buffer in model.named_buffers():
         if (plain := contents.plain_name(model, name)) in saved:
             layouts.overwrite(buffer, saved[plain])
+
+
+def check_buffers(model: torch.nn.Module, saved: dict[str, Any]) -> None:
+    """Refuses buffers of another shape than the model's."""
+    for name, buffer in model.named_buffers():
+        if (plain := contents.plain_name(model, name)) in saved:
+            where = f"the shape of this rank's buffer {name}"
+            checked.one_of(buffer.shape)(saved[plain].shape, where)

@@ -4,10 +4,6 @@ At ``on_start`` the weights and the history, so that every callback sees the run
 the first ``on_start_epoch``, when all have started, what their start may have changed: a scheduler
 that was just made sets its first learning rate, for one. In mid-epoch once more when the loader has
 been brought to its place, since the hooks at the start of that epoch have run a second time.
-
-A loader cannot start in the middle, so it is started over: with the generators as they were when it
-was first started, the batches that were trained on already are drawn again and dropped. Worker
-processes, shuffled orders and data sets with a memory are then in the state that they were in.
 """
 
 from __future__ import annotations
@@ -17,16 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torchbearer
-from torchbearer.callbacks import Tqdm
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.checkpoints import (
     contents,
     generators,
     metric_state,
     rank_state,
+    rehearsal,
     trained_state,
 )
 from torchbearer_ddp.checkpoints.contents import SECTION
+from torchbearer_ddp.checkpoints.epoch_trace import EpochTrace, show_progress
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
@@ -41,80 +39,6 @@ def data_plan(state: Any) -> dict[str, Any]:
         "train_steps": steps,
         "batch_size": rank_state.train_batch_size(state),
     }
-
-
-class EpochTrace:
-    """The generators at the start of the epoch, and where torchbearer last started the loader over.
-
-    It does so within an epoch that has more steps than the loader has batches; then a new order is
-    drawn, in between the draws of training. To be made before the loader is started.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._start = generators.collect(state)
-        self._again_at = 0
-        self._again: dict[str, Any] | None = None
-
-    def stepped(self, state: Any) -> None:
-        """Notes the generators if the loader is at its end after this step, and not the epoch."""
-        generator, done = state[torchbearer.GENERATOR], state[torchbearer.BATCH] + 1
-        if generator is None or state[torchbearer.STEPS] == done:
-            return
-        if done % max(1, len(generator)) == 0:
-            self._again_at, self._again = done, generators.collect(state)
-
-    def collect(self, state: Any) -> dict[str, Any]:
-        """Plain data for :meth:`replay`, after a step."""
-        return {
-            "start": self._start,
-            "again_at": self._again_at,
-            "again": self._again,
-            "values": metric_state.collect_values(state[torchbearer.METRICS]),
-        }
-
-    def replay(self, state: Any, saved: dict[str, Any], done: int) -> None:
-        """Brings the loader to its place after ``done`` steps, and the loop to the step after.
-
-        For ``on_start_training``, the loader having been started with the generators at the start
-        of this trace.
-        """
-        sampler, steps = state[torchbearer.SAMPLER], state[torchbearer.STEPS]
-        self._again_at, self._again = saved["again_at"], saved["again"]
-        for state[torchbearer.BATCH] in range(done):
-            if self._again is not None and state[torchbearer.BATCH] == self._again_at:
-                generators.restore(state, self._again)
-            sampler(state)
-        state[torchbearer.METRICS] = saved["values"]
-        state[torchbearer.SAMPLER] = _resumed(sampler, done, steps)
-        if steps != -1:
-            state[torchbearer.STEPS] = steps - done
-        _show_progress(state, done, on_epoch=False)
-
-
-def _resumed(sampler: Any, done: int, steps: int) -> Callable[[Any], None]:
-    """Makes torchbearer's loop, which counts from 0, count from the batch where it continues.
-
-    torchbearer calls the sampler right after it has set the number of the batch, before any
-    callback can see the smaller number.
-    """
-
-    def sample(state: Any) -> None:
-        state[torchbearer.STEPS] = steps
-        state[torchbearer.BATCH] += done
-        sampler(state)
-
-    return sample
-
-
-def _show_progress(state: Any, done: int, *, on_epoch: bool) -> None:
-    """Moves torchbearer's progress bars, of epochs or of steps, to where the run continues."""
-    callbacks = state[torchbearer.CALLBACK_LIST]
-    # torchbearer's own printer is not in the list but in front of it.
-    for printer in [getattr(callbacks, "callback", None), *callbacks]:
-        if isinstance(printer, Tqdm) and printer._on_epoch == on_epoch and printer._loader:
-            samples = getattr(printer, "samples", None)  # on several ranks the bar counts these
-            printer._loader.initial = printer._loader.n = samples.after(done) if samples else done
-            printer._loader.refresh()
 
 
 class Resume:
@@ -182,40 +106,57 @@ class Resume:
     def start(self, state: Any) -> None:
         """Puts back what the other callbacks may want to see at their start."""
         self._together(lambda: self._start(state))
-        _show_progress(state, self._section["epochs"], on_epoch=True)
+        show_progress(state, self._section["epochs"], on_epoch=True)
         if collectives.is_rank_zero():
             contents.warn_of_changed_callbacks(state, self._payload)
 
     def _start(self, state: Any) -> None:
+        rehearsal.check_schedulers(state, self._payload)
         contents.restore(state, self._payload)
         contents.restore_callbacks(state, self._payload)
         own: trained_state.States = {}
         if self._section["world_size"] == collectives.world_size():
+            mine = self._own_part(state)
+            self._try_part(state, mine)
             # A callback that derives a seed at its start (the order of the data, the streams of the
             # ranks) must get the same.
-            mine = self._own_part(state)
             generators.restore(state, mine.get("started") or mine["generators"])
             state[torchbearer.HISTORY][:] = mine["history"]
             own = mine["others"]
         trained_state.restore(state, self._others, own)
 
+    def _try_part(self, state: Any, mine: dict[str, Any]) -> None:
+        """Finds what cannot be put back later, while there is still an older file to be used."""
+        rank_state.check_buffers(contents.unwrapped(state[torchbearer.MODEL]), mine["buffers"])
+        rehearsal.check_metrics(state, mine["metrics"])
+        epoch = mine["epoch"] or {}
+        for each in (mine["generators"], epoch.get("start"), epoch.get("again")):
+            if each is not None:
+                generators.restore(state, each)
+
     def _together(self, action: Callable[[], None]) -> None:
         """Puts something back; what does not fit on one rank is an error on all."""
         error: Exception | None = None
         try:
-            action()
+            contents.fitting(action, "state")
         except CheckpointError as caught:
             error = CheckpointError(f"{self.path}: {caught}")
-        except Exception as caught:  # of a callback's load_state_dict, say
+        except OSError as caught:
             error = caught
         collectives.raise_together(error, "continuing from a checkpoint")
 
-    def announce(self) -> None:
-        """Says where the run continues."""
+    def announce(self, asked: int) -> None:
+        """Says where the run continues, or that none of the epochs it asks for is left to do."""
+        if self._section["epochs"] >= asked:
+            announce(
+                f"all {asked} epochs are done ({self.path}), nothing to train; to start anew, give "
+                "another folder or remove the checkpoints there; to train on, ask for more epochs"
+            )
+            return
         announce(
-            f"continuing from {self.path} ({self._section['epochs']} epochs and "
-            f"{self.global_step} steps done); to start afresh, give another folder or remove the "
-            "checkpoints there"
+            f"continuing from {self.path} (epochs done: {self._section['epochs']}, steps in all: "
+            f"{self.global_step}); to start afresh, give another folder or remove the checkpoints "
+            "there"
         )
 
     def stop(self, state: Any) -> None:
@@ -230,8 +171,9 @@ class Resume:
         self._choose_part(state)
         trained_state.warn_of_changes(state, self._others)
         if self._mine is not None and self._batch:
+            start = self._mine["epoch"]["start"]
             self._put_back(state)
-            generators.restore(state, self._mine["epoch"]["start"])
+            self._together(lambda: generators.restore(state, start))
         else:
             self._put_back_between_epochs(state)
 
@@ -240,10 +182,15 @@ class Resume:
         self._choose_part(state)
         self._put_back_between_epochs(state)
 
+    def prepare_epoch(self, state: Any, trace: EpochTrace) -> None:
+        """Lets the loader, which starts next, start in the middle of the epoch."""
+        if self._mine is not None and self._batch:
+            trace.prepare(state, self._mine["epoch"], self._mine["generators"], self._batch)
+
     def continue_epoch(self, state: Any, trace: EpochTrace) -> None:
         """Goes to the middle of the epoch, the loader having been started."""
         if self._mine is not None and self._batch:
-            trace.replay(state, self._mine["epoch"], self._batch)
+            trace.continue_at(state, self._mine["epoch"], self._batch)
             self._put_back(state)
             self._put_back_metrics(state, self._mine)
             if self._stops:
@@ -254,6 +201,7 @@ class Resume:
 
     def _put_back_here(self, state: Any) -> None:
         contents.restore_callbacks(state, self._payload)
+        contents.restore_schedulers(state, self._payload)
         own = self._mine["others"] if self._mine else {}
         trained_state.restore(state, self._others, own)
         # After the schedulers: one that was just made has set its first learning rate.
@@ -272,12 +220,31 @@ class Resume:
 
     def _put_back_metrics(self, state: Any, mine: dict[str, Any]) -> None:
         """The metrics, and then the generators, from which a metric may have drawn."""
-        metric_state.restore(state[torchbearer.METRIC_LIST], mine["metrics"])
-        generators.restore(state, mine["generators"])
+        metrics = state[torchbearer.METRIC_LIST]
+        changed = metric_state.changes(metrics, mine["metrics"])
+        if changed and self._batch and collectives.is_rank_zero():
+            warnings.warn(
+                f"The metrics are not those of {self.path} ({', '.join(changed)}). The values of "
+                "this epoch are of the steps that are left of it.",
+                stacklevel=2,
+            )
+
+        def put_back() -> None:
+            if not changed:  # they are known by their place
+                metric_state.restore(metrics, mine["metrics"])
+            elif self._batch and not state[torchbearer.STEPS]:
+                raise CheckpointError(
+                    f"The metrics are not those of the run that saved it ({', '.join(changed)}), "
+                    "and no step of its epoch is left. Use the same metrics until the next epoch."
+                )
+            generators.restore(state, mine["generators"])
+
+        self._together(put_back)
 
     def _own_part(self, state: Any) -> dict[str, Any]:
         part = self._section[rank_state.PARTS][collectives.rank()]
-        return rank_state.unpack(part, state[torchbearer.DEVICE])
+        with checked.as_error(CheckpointError, f"{self.path}: "):
+            return rank_state.unpack(part, state[torchbearer.DEVICE])
 
     def _choose_part(self, state: Any) -> None:
         """Takes this rank's part, where the ranks and the data are as they were."""

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torchbearer
 from torchbearer.callbacks import EarlyStopping
 
-from torchbearer_ddp.checkpoints import contents, generators, rank_state
+from torchbearer_ddp.checkpoints import contents, generators, rank_state, source
+from torchbearer_ddp.checkpoints.epoch_trace import EpochTrace
 from torchbearer_ddp.checkpoints.folder import Folder
-from torchbearer_ddp.checkpoints.resume import EpochTrace, Resume
+from torchbearer_ddp.checkpoints.resume import Resume
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
 
 _A_CALLBACK = "a callback"
+#: How many older checkpoints are tried where the newest cannot be put back.
+_OLDER_TRIED = 3
 
 
 class Runs:
@@ -46,9 +52,44 @@ class Runs:
         #: What the call in progress continues from, until it is where the checkpoint was saved.
         self._current: Resume | None = None
 
-    def found(self, path: str, payload: dict[str, Any]) -> None:
-        """Takes the newest checkpoint, at the first call."""
-        self._pending = Resume(path, payload)
+    def begin_first(self, state: Any, find: Callable[[], tuple[str, Any]], resume: Any) -> int:
+        """Begins the first call, from the newest checkpoint that can be put back.
+
+        ``find`` gives the path and the contents of the newest on rank zero, and ``resume`` is what
+        :class:`~torchbearer_ddp.Checkpoint` was given: if that is a path, no other file is used.
+        """
+        refused: list[tuple[str, CheckpointError]] = []
+        while True:
+            try:
+                path, payload = rank_state.sent_by_rank_zero(find, "a checkpoint")
+            except CheckpointError:
+                if refused:  # each rank has its own
+                    raise refused[0][1] from None
+                raise
+            if payload is not None:
+                self._pending = Resume(path, payload)
+            try:
+                step = self.begin(state, 0)
+                break
+            except CheckpointError as error:  # on all ranks
+                if not (isinstance(resume, bool) or resume == "auto"):
+                    raise
+                refused.append((path, error))
+                find = partial(self._find_older, refused)
+        if collectives.is_rank_zero():
+            for _, problem in refused:
+                warnings.warn(f"{problem} Instead, {path} is used.", stacklevel=2)
+        return step
+
+    def _find_older(self, refused: list[tuple[str, CheckpointError]]) -> tuple[str, Any]:
+        """The newest checkpoint that was not refused; without one, raises the first refusal."""
+        self._folder.pass_over(Path(refused[-1][0]))
+        if len(refused) <= _OLDER_TRIED:
+            with contextlib.suppress(CheckpointError):  # none of the others is whole
+                path, payload = source.find(self._folder, "auto")
+                if payload is not None:
+                    return path, payload
+        raise refused[0][1]
 
     def begin(self, state: Any, global_step: int) -> int:
         """Begins a call, and returns the number of steps done: in this process, or before it."""
@@ -56,10 +97,14 @@ class Runs:
         self.log.append([int(state[torchbearer.MAX_EPOCHS]), _epochs(state), global_step])
         if (pending := self._pending) is not None:
             ended = pending.ended_run(len(self.log), self.log[-1][0])
-            if ended is None:
-                self._continue(state, pending)
-            else:
-                self._pass_over(state, pending, ended)
+            try:
+                if ended is None:
+                    self._continue(state, pending)
+                else:
+                    self._pass_over(state, pending, ended)
+            except CheckpointError:  # an older one may be tried
+                self.log.pop()
+                raise
             global_step = (self._current or pending).global_step
         self.started = generators.collect(state)
         return global_step
@@ -67,7 +112,7 @@ class Runs:
     def _continue(self, state: Any, pending: Resume) -> None:
         self._current = pending
         pending.start(state)
-        pending.announce()
+        pending.announce(self.log[-1][0])
         self.log[-1][1:] = [_epochs(state), pending.global_step]
         # Only rank zero may have the callback that stopped it.
         if pending.stopped and collectives.from_rank_zero(
@@ -111,13 +156,18 @@ class Runs:
             del state[torchbearer.HISTORY][epochs:]
             state[torchbearer.MAX_EPOCHS] = epochs  # none is left to do
 
-    def start_epoch(self, state: Any) -> None:
+    def start_epoch(self, state: Any) -> EpochTrace:
         """For ``on_start_epoch``, before the loader is started."""
         if self._current is not None:
             self._current.start_epoch(state)
+        trace = EpochTrace(state)
+        if self._current is not None:
+            self._current.prepare_epoch(state, trace)
+        return trace
 
     def continue_epoch(self, state: Any, trace: EpochTrace) -> None:
         """For ``on_start_training``: from here on the run is where the checkpoint was saved."""
+        trace.started()
         if self._current is not None:
             self._current.continue_epoch(state, trace)
             self._reached()

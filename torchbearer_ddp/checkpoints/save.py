@@ -12,12 +12,14 @@ import torchbearer
 
 from torchbearer_ddp.checkpoints import contents, rank_state, trained_state
 from torchbearer_ddp.checkpoints.contents import SECTION
+from torchbearer_ddp.checkpoints.epoch_trace import EpochTrace
 from torchbearer_ddp.checkpoints.file import Label
-from torchbearer_ddp.checkpoints.folder import FORMAT, Folder
-from torchbearer_ddp.checkpoints.resume import EpochTrace, data_plan
+from torchbearer_ddp.checkpoints.folder import Folder
+from torchbearer_ddp.checkpoints.form import FORMAT
+from torchbearer_ddp.checkpoints.resume import data_plan
 from torchbearer_ddp.checkpoints.runs import Runs, stopped_by
 from torchbearer_ddp.checkpoints.snapshot import Snapshot
-from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
+from torchbearer_ddp.checkpoints.writer import Writer, end_idle_threads
 from torchbearer_ddp.group import collectives, launcher, replicas, stop_request
 from torchbearer_ddp.group.join import versions
 
@@ -70,7 +72,7 @@ class Saver:
 
     def open(self) -> None:
         """Opens the folder; on rank zero."""
-        finish_writing()  # of a run of this process that failed
+        end_idle_threads()  # of a run of this process that failed
         self._folder.open()
         self._serial = self._folder.next_serial()
 
@@ -132,7 +134,8 @@ class Saver:
         collectives.raise_together(self._writer.take_error(), "writing a checkpoint")
 
     def close(self) -> None:
-        """Lets another run use the folder."""
+        """Lets another run use the folder, and ends the thread of this one."""
+        self._writer.close()
         self._folder.close()
 
     def _collect(

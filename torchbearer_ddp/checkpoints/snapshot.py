@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 from typing import Any
 
@@ -10,10 +11,19 @@ import torch
 
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import layouts, own_device
-from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
+from torchbearer_ddp.group.plain_data import DEEPEST, PlainDataWalker, type_name
 
 #: Devices that copy while the host goes on.
 _ASYNCHRONOUS = ("cuda", "xpu")
+#: The largest number that ``weights_only=True`` loads has so many bits.
+_LARGEST_BITS = 8 * 255 - 1
+
+
+class _EmptyBytes(bytes):
+    """Empty bytes as ``weights_only=True`` loads them: Python's own pickle of them it refuses."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return codecs.encode, ("", "latin1")
 
 
 class Snapshot(PlainDataWalker):
@@ -38,7 +48,13 @@ class Snapshot(PlainDataWalker):
         """The value as it is now, on the CPU; ``where`` is its name in error messages."""
         self._shared = {}
         self._events = {}
-        copied = dict(self.walk(value, where))
+        try:
+            copied = dict(self.walk(value, where))
+        except RecursionError:
+            raise CheckpointError(
+                f"{where} holds something that holds itself, or more than {DEEPEST} lists or dicts "
+                "in each other, which a checkpoint cannot hold. Make it flatter."
+            ) from None
         for device, event in self._events.items():
             event.record(torch.accelerator.current_stream(device))
         return copied
@@ -48,6 +64,15 @@ class Snapshot(PlainDataWalker):
         for device, event in self._events.items():
             own_device.select(device)  # the first GPU otherwise, which is another rank's
             event.synchronize()
+
+    def scalar(self, value: Any) -> Any:
+        """The value itself, which must load again."""
+        if type(value) is int and value.bit_length() > _LARGEST_BITS:
+            raise CheckpointError(
+                f"A whole number of {value.bit_length()} bits is larger than a checkpoint can hold "
+                f"({_LARGEST_BITS} bits). Save it as a string."
+            )
+        return _EmptyBytes() if type(value) is bytes and not value else value
 
     def tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
         """The copy of a tensor."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchbearer.callbacks import Callback, CallbackList
 from torchbearer.trial import MockOptimizer
 
-from torchbearer_ddp.checkpoints import contents, generators
+from torchbearer_ddp.checkpoints import contents, generators, kinds
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives, layouts, replicas, trained
 from torchbearer_ddp.group.plain_data import PlainDataWalker, type_name
@@ -83,8 +83,9 @@ class Saveable:
         for name, held in {**collect(state), **main}.items():
             try:
                 digests |= _digests(name, held)
-            except CheckpointError as error:
-                problems.append(str(error))
+            except (CheckpointError, RecursionError) as error:
+                holds = f"{name} holds " * isinstance(error, RecursionError)
+                problems.append(f"{holds}{error}")
             else:
                 states[name] = held
         self._warn(
@@ -148,7 +149,8 @@ def saved_states(section: dict[str, Any]) -> States:
 def warn_of_changes(state: Any, saved: States) -> None:
     """Names what is in the file and not in the trial, and the other way round."""
     here, there = set(collect(state)), set(saved)
-    parts = [f"only in the checkpoint: {', '.join(sorted(there - here))}"] if there - here else []
+    gone = there - here - set(find(state))  # what has nothing to save yet takes what was saved
+    parts = [f"only in the checkpoint: {', '.join(sorted(gone))}"] if gone else []
     parts += [f"only in this run: {', '.join(sorted(here - there))}"] if here - there else []
     if parts and collectives.is_rank_zero():
         warnings.warn(
@@ -168,6 +170,8 @@ def _walk(state: Any) -> Iterator[tuple[str, Any]]:
     for name, thing in trained.walk(state):
         yield _OF_CALLBACK.sub(lambda match: f"{names[int(match[1])]}.", name), thing
     for owner, callback in callbacks.items():
+        for name, thing in getattr(callback, "local_states", dict)().items():
+            yield f"{owner}.{name}", thing
         inner = getattr(callback, "callback", None)
         is_ours = type(callback).__module__.startswith("torchbearer_ddp.")
         if is_ours and isinstance(inner, Callback) and collectives.is_rank_zero():
@@ -206,7 +210,7 @@ def _load(thing: Any, name: str, held: dict[str, Any]) -> None:
         contents.fitting(lambda: layouts.load_optimizer(thing, held), name)
     else:
         live = _state_of(thing)
-        value = held[""] if held.keys() == {""} else contents.like(live, held)
+        value = held[""] if held.keys() == {""} else kinds.like(live, held)
         contents.fitting(lambda: thing.load_state_dict(value), name)
 
 
