@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.group.join import cores_per_rank, usable_cores
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.log import logger
@@ -32,4 +33,4 @@ def threads_of(plan: Plan) -> int:
     if plan.member.world_size == 1 and plan.launcher != "spawn":
         return torch.get_num_threads()
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    return int(chosen) if chosen.isdigit() else cores_per_rank(plan.member)
+    return int(chosen) if checked.is_number(chosen) else cores_per_rank(plan.member)

@@ -1,4 +1,3 @@
-# ruff: noqa: E402 - the path comes first
 """The first lines of a started rank; run as a file, so that nothing is imported before them.
 
 The rank must end with its launcher, also while torch is still being imported, and must find modules
@@ -7,15 +6,20 @@ where the launcher does.
 
 import sys
 
-del sys.path[0]  # this package's own folder, whose modules are not to be imported from here
+if __name__ == "__main__":
+    del sys.path[0]  # this package's own folder, whose modules are not to be imported from here
 
 import ctypes
 import json
 import os
 import signal
+import time
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.002
+#: Takes the place of a rank's number: the process forks the ranks.
+SERVER = -1
 
 
 def die_with(parent: int) -> None:
@@ -24,6 +28,13 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the launcher ended before that call
         os._exit(1)
+
+
+def adopted_by(server: int, launcher: int) -> None:
+    """Waits until the server that has forked this process has ended, and the launcher has it."""
+    while os.getppid() == server:
+        time.sleep(_POLL_SECONDS)
+    die_with(launcher)
 
 
 def read_task(descriptor: int) -> tuple[dict[str, Any], bytes]:
@@ -52,6 +63,16 @@ if __name__ == "__main__":
     if head["plan"]["debug"]:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the worker runs
     sys.path[:], sys.argv[:] = head["path"], head["argv"]
-    from torchbearer_ddp.launch.rank import main
+    from torchbearer_ddp.launch.plan import Plan
 
-    main(index, head["plan"], payload, reports, captured=captured > 0)
+    plan = Plan.from_fields(head["plan"])
+    if index == SERVER:
+        from torchbearer_ddp.launch.fork_server import serve
+
+        server = os.getpid()
+        serve(plan, payload, reports, lambda: adopted_by(server, parent))
+    else:
+        from torchbearer_ddp.launch.rank import main
+        from torchbearer_ddp.launch.worker import unpack
+
+        main(index, plan, lambda: unpack(payload), reports, captured=captured > 0)

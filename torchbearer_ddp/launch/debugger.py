@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from torchbearer_ddp.group import debugging, launcher
+from torchbearer_ddp.group import debugging, launcher, stop_request
 from torchbearer_ddp.log import logger
 
 #: Python's variable for another debugger.
@@ -68,14 +68,48 @@ class _Hook:
 
 
 class _Debugger(pdb.Pdb):
-    """Python's debugger, with the terminal while it waits for a command."""
+    """Python's debugger, with the terminal while it waits for a command.
+
+    A signal that stops the run ends the debugger, so that the ranks can stop together and save.
+    """
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
+        # nosigint: else Ctrl-C would open the debugger once more after a "continue".
+        super().__init__(nosigint=True)
         self._rank = rank
 
     def interaction(self, frame: Any, *args: Any) -> None:
         """Called wherever the debugger stops."""
+        if stop_request.received() is not None:
+            self.set_continue()
+            return
+        request = stop_request.current()
+        polled, request.polled = request.polled, False
+        try:
+            self._interact(frame, *args)
+        finally:
+            request.polled = polled
+        if request.signum is not None and not polled:
+            stop_request.interrupt(request.signum)
+
+    def cmdloop(self, intro: Any = None) -> None:
+        """Reads commands until one goes on, or until a signal comes."""
+        try:
+            super().cmdloop(intro)
+        except (KeyboardInterrupt, SystemExit):
+            if stop_request.received() is None:
+                raise
+            self.message("")  # the prompt was an open line
+            self.set_continue()
+
+    def postcmd(self, stop: bool, line: str) -> bool:
+        """Called after each command, which may have caught what the signal raised."""
+        if stop_request.received() is not None:
+            self.set_continue()
+            return True
+        return super().postcmd(stop, line)
+
+    def _interact(self, frame: Any, *args: Any) -> None:
         place = _place(frame) if frame is not None else "an error"
         with debugging.held(place), _own_terminal(debugging.terminal() or os.ctermid()):
             self.message(

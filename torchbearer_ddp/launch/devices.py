@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from torchbearer_ddp.launch.plan import Plan
@@ -10,6 +12,8 @@ from torchbearer_ddp.launch.settings import Settings
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 #: Accelerators besides GPUs of CUDA and ROCm, which torch calls cuda.
 OTHERS = ("xpu", "mps")
+#: The number of a device, or nothing; ``isdigit`` alone takes digits that ``int`` does not.
+_INDEX = re.compile("[0-9]{0,4}")
 
 
 def visible_devices() -> tuple[int, str]:
@@ -29,7 +33,7 @@ def choose_device(given: Settings, gpus: int, accelerator: str, started: int, pl
     usual = accelerator if accelerator and world_size == 1 else "cpu"
     device = str(given.get("device", "cuda" if gpus else usual))
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda", *OTHERS) or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda", *OTHERS) or not _INDEX.fullmatch(index):
         raise ValueError(
             f"--device is {device!r}; it can be cpu, cuda or cuda:N, and for one process "
             f"{' or '.join(OTHERS)}."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import shlex
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +25,50 @@ from torchbearer_ddp.log import logger
 _ENDING = "_torchbearer_ddp_ending"
 #: How much later a failure that another one caused is dated.
 _FOLLOWS_SECONDS = 2
+
+
+#: Where libraries are.
+_STANDARD = sysconfig.get_path("stdlib")
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+class _Launcher:
+    """Whether this process has started ranks."""
+
+    has_started = False
+
+
+def has_started_ranks() -> None:
+    """From now on this process ends without collecting torch's modules, which takes a second."""
+    _Launcher.has_started = True
+
+
+@atexit.register
+def _keep_garbage() -> None:
+    """Leaves garbage to the system, but writes what is in the buffers of files among it.
+
+    Registered when this module is imported, so that it is called after the handlers of the script.
+    """
+    if _Launcher.has_started and not _has_finalizers():
+        with contextlib.suppress(OSError):  # shown when Python itself writes stdout
+            failures.flush_files()
+        gc.freeze()
+
+
+def _has_finalizers() -> bool:
+    """Whether a class that is not of a library has ``__del__``, which a collection would call."""
+    waiting: list[type] = [object]
+    seen: set[type] = set()
+    while waiting:
+        kind = waiting.pop()
+        seen.add(kind)
+        if "__del__" in vars(kind):
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+            if file and not file.startswith(_STANDARD) and not _PACKAGES & {*Path(file).parts}:
+                return True
+        below: list[type] = type.__subclasses__(kind)
+        waiting += [each for each in below if each not in seen]
+    return False
 
 
 def how_to_continue(checkpoint: str | None, command: Sequence[str] = ()) -> str:

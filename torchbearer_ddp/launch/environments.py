@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.membership import Member
+from torchbearer_ddp.launch.node_lists import Counts, expand_hosts
 from torchbearer_ddp.launch.plan import Plan
 
 #: Each of these shows that torchrun started the process; batch scripts may set MASTER_ADDR too.
@@ -22,6 +23,10 @@ _PTY_VARIABLES = ("SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")
 _FIRST_PORT, _PORTS = 20000, 12000
 #: Another program may hold the port; the ranks then try the next ones.
 _PORTS_TO_TRY = 4
+_LAST_PORT = 65535
+#: More ranks than any run has.
+_MOST_RANKS = 10**6
+_REMEDY = ". Unset what is left of another run, or name a launcher, such as --launcher inline."
 #: Slurm's variables by the names of today and of older versions.
 _OLDER_NAMES = (
     ("SLURM_NTASKS", "SLURM_NPROCS"),
@@ -44,7 +49,8 @@ def in_slurm_step(environment: Mapping[str, str]) -> bool:
     ``python script.py`` there is one process; no other ranks are started.
     """
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
-    return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+    numbered = checked.is_number(step) and int(step) < _FIRST_SPECIAL_STEP
+    return "SLURM_PROCID" in environment and numbered
 
 
 def in_interactive_shell(environment: Mapping[str, str]) -> bool:
@@ -84,18 +90,22 @@ def read_torchrun(environment: Mapping[str, str]) -> Plan:
     )
     agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return Plan(
-        member=Member(
-            rank=rank,
-            world_size=world_size,
-            local_rank=_number(environment, "LOCAL_RANK", -1),
-            local_world_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
-        ),
-        host=environment["MASTER_ADDR"],
-        ports=(_number(environment, "MASTER_PORT", 0),),
-        serve=rank == 0 and not agent_serves,
-        prefix="/".join(["torchrun", *(environment.get(name, "") for name in names)]),
-    )
+    with checked.as_error(LaunchError, after=_REMEDY):
+        local_size = checked.variable(environment, "LOCAL_WORLD_SIZE", 1, 1, world_size)
+        # Without the number of local ranks, that of the rank is bounded by all of them.
+        bound = local_size if "LOCAL_WORLD_SIZE" in environment else world_size
+        return Plan(
+            member=Member(
+                rank=rank,
+                world_size=world_size,
+                local_rank=checked.variable(environment, "LOCAL_RANK", -1, 0, bound - 1),
+                local_world_size=local_size,
+            ),
+            host=checked.host(environment["MASTER_ADDR"], "MASTER_ADDR"),
+            ports=(checked.variable(environment, "MASTER_PORT", 0, 1, _LAST_PORT),),
+            serve=rank == 0 and not agent_serves,
+            prefix="/".join(["torchrun", *(_text(environment, name) for name in names)]),
+        )
 
 
 def read_slurm_step(environment: Mapping[str, str]) -> Plan:
@@ -112,83 +122,54 @@ def read_slurm_step(environment: Mapping[str, str]) -> Plan:
         "--launcher inline.",
         *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"),
     )
-    tasks = _tasks_per_node(known, world_size)
-    node = _number(known, "SLURM_NODEID", 0)
-    nodes = known.get("SLURM_STEP_NODELIST") or known.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     names = ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    with checked.as_error(LaunchError, after=_REMEDY):
+        for name in names:
+            checked.variable(known, name, 0, 0)
+        tasks = _tasks_per_node(known, world_size)
+        local_size = tasks.at(checked.variable(known, "SLURM_NODEID", 0, 0, world_size - 1))
+        local_rank = checked.variable(known, "SLURM_LOCALID", -1, 0, world_size - 1)
+        host = _first_host(known)
     step = "/".join(known.get(name, "") for name in names)
     port = _FIRST_PORT + zlib.crc32(step.encode()) % _PORTS
     return Plan(
         member=Member(
             rank=rank,
             world_size=world_size,
-            local_rank=_number(known, "SLURM_LOCALID", -1),
-            local_world_size=tasks[node] if node < len(tasks) else tasks[0],
+            local_rank=local_rank,
+            local_world_size=local_size,
         ),
-        host=expand_hosts(nodes)[0],
+        host=host,
         ports=tuple(range(port, port + _PORTS_TO_TRY)),
         serve=rank == 0,
         prefix=f"slurm/{step}",
     )
 
 
-def expand_hosts(listing: str) -> list[str]:
-    """The hosts in Slurm's short form of a node list.
-
-    Example: ::
-
-        >>> from torchbearer_ddp.launch.environments import expand_hosts
-        >>> expand_hosts('login,gpu[07-08,12]')
-        ['login', 'gpu07', 'gpu08', 'gpu12']
-    """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listing):
-        names = [""]
-        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
-            parts = [text] if text else _expand_ranges(ranges)
-            names = [name + part for name in names for part in parts]
-        hosts += names
-    if not hosts:
-        raise LaunchError(
-            f"The node list {listing!r} names no host. Slurm sets it in SLURM_JOB_NODELIST; name "
-            "the first host with --host."
-        )
-    return hosts
+def _first_host(environment: Mapping[str, str]) -> str:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if listing := environment.get(name):
+            return checked.host(next(expand_hosts(listing, name)), name)
+    return "127.0.0.1"
 
 
-def _expand_ranges(ranges: str) -> list[str]:
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
-    return numbers
-
-
-def expand_counts(listing: str) -> list[int]:
-    """The numbers in Slurm's short form of tasks per node: ``2(x3),1`` is 2, 2, 2, 1."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listing):
-        counts += [int(count)] * int(times or 1)
-    return counts
-
-
-def _tasks_per_node(environment: Mapping[str, str], tasks: int) -> list[int]:
+def _tasks_per_node(environment: Mapping[str, str], tasks: int) -> Counts:
     """The tasks on each node: the step's own list if there is one, else the job's options."""
-    nodes = _number(environment, "SLURM_NNODES", 1)
+    nodes = checked.variable(environment, "SLURM_NNODES", 1, 1, tasks)
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if name not in environment:
             continue
-        counts = expand_counts(environment[name])
+        counts = Counts(environment[name], name)
         if name == "SLURM_NTASKS_PER_NODE":
-            counts = counts[:1] * nodes
-        if sum(counts) != tasks:
+            counts = counts.repeated(nodes)
+        if counts.tasks != tasks:
             raise LaunchError(
-                f"SLURM_NTASKS is {tasks} but {name}={environment[name]} makes {sum(counts)} tasks "
-                f"on {len(counts)} node(s): ranks would be missing. Give srun --nodes, --ntasks "
-                "and --ntasks-per-node that fit together."
+                f"SLURM_NTASKS is {tasks} but {name}={environment[name]} makes {counts.tasks} "
+                f"tasks on {counts.nodes} node(s): ranks would be missing. Give srun --nodes, "
+                "--ntasks and --ntasks-per-node that fit together."
             )
         return counts
-    return [tasks // nodes or 1] * nodes
+    return Counts(f"{tasks // nodes}(x{nodes})", "SLURM_NNODES")
 
 
 def _rank_of(environment: Mapping[str, str], remedy: str, *needed: str) -> tuple[int, int]:
@@ -200,7 +181,9 @@ def _rank_of(environment: Mapping[str, str], remedy: str, *needed: str) -> tuple
             f"The environment has {', '.join(found) or 'none of ' + ', '.join(needed)} but not "
             f"{', '.join(missing)}: {remedy}"
         )
-    rank, size = (_number(environment, name, 0) for name in needed[:2])
+    with checked.as_error(LaunchError, after=_REMEDY):
+        size = checked.variable(environment, needed[1], 0, 1, _MOST_RANKS)
+        rank = checked.variable(environment, needed[0], 0)
     if not 0 <= rank < size:
         raise LaunchError(
             f"{needed[0]} is {rank} but {needed[1]} is {size}: ranks go from 0 to {size - 1}. "
@@ -209,14 +192,5 @@ def _rank_of(environment: Mapping[str, str], remedy: str, *needed: str) -> tuple
     return rank, size
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(
-            f"{name} is {text!r}, not a whole number. Unset it, or name a launcher, such as "
-            "--launcher inline."
-        ) from None
+def _text(environment: Mapping[str, str], name: str) -> str:
+    return checked.printable(environment.get(name, ""), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings, flag
 
 
 def _count_or_gpu(text: str) -> int | str:
-    if text == "gpu" or text.lstrip("-").isdigit():
+    if text == "gpu" or re.fullmatch("-?[0-9]{1,9}", text):
         return text if text == "gpu" else int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor gpu")
 

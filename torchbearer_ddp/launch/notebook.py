@@ -7,13 +7,20 @@ import sys
 from typing import Any
 
 from torchbearer import magics
-from tqdm import TqdmWarning
-from tqdm import notebook as tqdm_notebook
+from tqdm import tqdm as text_bar
 
 
 def is_notebook() -> bool:
     """True in a notebook; by torchbearer's own rule also IPython in a terminal is one."""
     return bool(magics.is_notebook()) and not getattr(sys.stdout, "isatty", bool)()
+
+
+def bar_class() -> Any:
+    """The bar of a notebook: a widget, or plain text in the cell where there are no widgets."""
+    from tqdm.notebook import IProgress, tqdm  # this imports the widgets, which takes long
+
+    # Not by trying: a widget that could not be made counts as a bar, and fails at its end.
+    return text_bar if IProgress is None else tqdm
 
 
 class NotebookBars:
@@ -28,11 +35,7 @@ class NotebookBars:
         if bar is None:
             names = ("desc", "total", "unit", "initial")
             options = {name: state[name] for name in names}
-            try:
-                bar = tqdm_notebook.tqdm(**options)
-            except (ImportError, TqdmWarning):  # without the widgets: plain text in the cell
-                bar = tqdm_notebook.std_tqdm(**options)
-            self._bars[number] = bar
+            self._bars[number] = bar = bar_class()(**options)
         bar.n = state["n"]
         bar.set_postfix_str(state["postfix"], refresh=True)
         if is_last:

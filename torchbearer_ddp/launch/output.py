@@ -8,6 +8,9 @@ last state of a line that was overwritten with carriage returns counts.
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import sys
 import termios
 import time
@@ -64,7 +67,7 @@ class Output:
     def open_for(self, rank: int) -> tuple[RankStream, ...]:
         """The streams for stdout and stderr of a rank; one if the launcher's are the same."""
         if self._plan.log_dir is not None and rank not in self._files:
-            self._files[rank] = log_file(self._plan.log_dir, rank).open("ab", buffering=0)
+            self._files[rank] = _open_log(log_file(self._plan.log_dir, rank))
         made = []
         for console in self._consoles:
             size = console.size if console.is_terminal and rank == 0 else None
@@ -110,6 +113,10 @@ class Output:
         """Shows text that a rank would have written to stderr, if that rank is shown."""
         for line in text.splitlines():
             self._show_line(rank, self._err, f"{line}\n".encode())
+
+    def say(self, text: str) -> None:
+        """Shows a line of the launcher itself, above an open line."""
+        self._err.write_line(f"torchbearer_ddp: {text}\n".encode())
 
     def keep(self, rank: int, text: str) -> None:
         """Writes text into the log file of a rank, if it has one."""
@@ -263,12 +270,22 @@ def prepare(plan: Plan) -> None:
     try:
         Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
         for index in range(plan.member.local_world_size):
-            log_file(plan.log_dir, plan.member.rank + index).open("ab").close()
+            _open_log(log_file(plan.log_dir, plan.member.rank + index)).close()
     except OSError as error:
         raise ValueError(
             f"The log folder {plan.log_dir} cannot be used ({error.strerror}). Give --log-dir a "
             "folder that this user may write."
         ) from error
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Opens a file to add to it; a link would lead elsewhere, and a pipe wait for its reader."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path.name} is not a file")
+    return os.fdopen(descriptor, "ab", buffering=0)
 
 
 def log_file(folder: str, rank: int) -> Path:

@@ -10,6 +10,7 @@ import io
 from typing import Any
 
 import cloudpickle
+import numpy
 import torch
 
 
@@ -18,6 +19,11 @@ def dumps(value: Any) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream).dump(value)
     return stream.getvalue()
+
+
+def check(value: Any) -> None:
+    """Raises as :func:`dumps` does for what cannot be pickled; data of tensors is not read."""
+    _Checker(_Nowhere()).dump(value)
 
 
 def on_cpu(value: Any) -> Any:
@@ -37,4 +43,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if is_moved and obj.device.type not in ("cpu", "meta"):
             moved: Any = obj.detach().cpu().requires_grad_(obj.requires_grad)
             return moved.__reduce_ex__(cloudpickle.DEFAULT_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        """Takes the data."""
+        return memoryview(data).nbytes
+
+
+class _Checker(_Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | numpy.ndarray):
+            return bool, ()
         return super().reducer_override(obj)

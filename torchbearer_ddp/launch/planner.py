@@ -12,6 +12,7 @@ from torchbearer_ddp.launch import environments
 from torchbearer_ddp.launch.devices import choose_backend, choose_device
 from torchbearer_ddp.launch.plan import DEFAULT_GRACE, Plan
 from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings, checked_count
+from torchbearer_ddp.launch.token import prefix_with_token
 
 LAUNCHERS = ("auto", "inline", "spawn", "rank", "torchrun", "srun", "slurm")
 DEFAULT_PORT = 29500
@@ -32,8 +33,10 @@ def make_plan(
     given = settings if isinstance(settings, Settings) else Settings(settings)
     launcher, reason = _choose_launcher(given, environment)
     seed = given.integer("seed", 0) if "seed" in given else None
+    place = _place(launcher, given, environment, gpus)
     plan = dataclasses.replace(
-        _place(launcher, given, environment, gpus),
+        place,
+        prefix=prefix_with_token(place.prefix, environment),
         launcher=launcher,
         reason=reason,
         grace=given.seconds("grace", DEFAULT_GRACE),
@@ -136,7 +139,7 @@ def _place(launcher: str, given: Settings, environment: Mapping[str, str], gpus:
     read = environments.read_torchrun if launcher == "torchrun" else environments.read_slurm_step
     found = read(environment)
     ports = (given.integer("port", 0, 1, 65535),) if "port" in given else found.ports
-    return dataclasses.replace(found, host=given.get("host", found.host), ports=ports)
+    return dataclasses.replace(found, host=given.host_or(found.host), ports=ports)
 
 
 def _spawned_ranks(given: Settings, gpus: int) -> Plan:
@@ -159,7 +162,7 @@ def _spawned_ranks(given: Settings, gpus: int) -> Plan:
             raise ValueError(f"{given.shown('node_rank')} needs --nnodes greater than it.")
         member = Member(world_size=count, local_world_size=count)
         port = given.integer("port", 0, 0, 65535)
-        return Plan(member=member, host=given.get("host", "127.0.0.1"), ports=(port,))
+        return Plan(member=member, host=given.host_or("127.0.0.1"), ports=(port,))
     node = given.needed("node_rank", f"--nnodes is {nodes}", "0 on the first host, 1 on the next")
     if not 0 <= node < nodes:
         raise ValueError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import process
 from typing import Any, NoReturn
 
 from torchbearer_ddp import log
@@ -21,7 +24,10 @@ from torchbearer_ddp.launch import debugger, pickling, signals
 from torchbearer_ddp.launch.devices import visible_devices
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
-from torchbearer_ddp.launch.worker import unpack
+from torchbearer_ddp.launch.worker import Task, unpack
+
+#: How long the signal of a child's end may take after its pipe was closed.
+_SIGNAL_SECONDS = 0.5
 
 
 class _Running(threading.local):
@@ -76,10 +82,42 @@ def run_rank(
             if isinstance(error, SystemExit) and not error.code:
                 leave()  # sys.exit(0): an early end, not a failure
                 raise
-            fail(error)
+            cause = _awaited_cause(error)
+            with _no_news_of_children():
+                fail(cause)
+            if cause is not error:
+                raise cause from error
             raise
         leave()
         return result
+
+
+def _awaited_cause(error: BaseException) -> BaseException:
+    """The error of torch's DataLoader if a worker of it has died, where only its pipe was noticed.
+
+    The pipe of a process is closed before its parent gets the signal of its end, and only then
+    torch raises, from the handler of the signal.
+    """
+    # Not active_children(), which would take the worker's exit code away from torch.
+    if isinstance(error, ConnectionError | EOFError) and process._children:  # type: ignore[attr-defined]
+        try:
+            time.sleep(_SIGNAL_SECONDS)
+        except RuntimeError as cause:
+            return cause
+    return error
+
+
+@contextlib.contextmanager
+def _no_news_of_children() -> Iterator[None]:
+    """Keeps the handler of a child's end, which may raise, from breaking into a report."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def fail(error: BaseException) -> None:
@@ -126,10 +164,12 @@ def _show_crashes() -> None:
 
 
 def main(
-    index: int, plan_fields: dict[str, Any], payload: bytes, reports: int, *, captured: bool
+    index: int, plan: Plan, load: Callable[[], Task], reports: int, *, captured: bool
 ) -> NoReturn:
-    """Runs a started rank to its end, and writes its report to the descriptor ``reports``."""
-    plan = Plan.from_fields(plan_fields)
+    """Runs a started rank to its end, and writes its report to the descriptor ``reports``.
+
+    ``load`` runs the script's module level, if that was not done, and returns the worker.
+    """
     rank = plan.member_at(index).rank
     membership.settle()
     launcher.connect(reports)
@@ -138,13 +178,15 @@ def main(
     try:
         if plan.member.seed is not None:
             randomness.seed_all(plan.member.seed)  # for the script's module level
-        body = _pickled_result(run_rank(plan, index, *unpack(payload)), rank)
+        body = _pickled_result(run_rank(plan, index, *load()), rank)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             body = pickling.dumps(None)
         else:
-            report = failures.report_of(error, rank)
-            launcher.report(report, b"")
+            with _no_news_of_children():
+                report = failures.report_of(error, rank)
+                # Not the last message: a checkpoint may still be written in the background.
+                launcher.tell(**report)
             # Exit handlers still run, but not the destructors of a group with pending messages.
             failures.exit_now(report["exitcode"])
     signum = stop_request.received()
@@ -171,9 +213,10 @@ def _tell_warnings() -> None:
     warnings.showwarning = tell
 
 
-def run_slurm_rank(settings: Mapping[str, Any], payload: bytes) -> Any:
+def run_slurm_rank(settings: Mapping[str, Any], payload: bytes, token: str) -> Any:
     """Runs this process, a task of a Slurm step, as the rank that its environment names."""
     plan = make_plan({**settings, "launcher": "srun"}, os.environ, *visible_devices())
+    plan = dataclasses.replace(plan, prefix=f"{plan.prefix}/{token}")
     membership.settle()
     return pickling.on_cpu(run_rank(plan, 0, *unpack(payload)))
 

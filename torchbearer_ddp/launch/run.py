@@ -24,16 +24,21 @@ from torchbearer_ddp.group import (
     membership,
     rendezvous,
     stop_request,
-    waiting,
 )
 from torchbearer_ddp.launch import output
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce, threads_of
 from torchbearer_ddp.launch.bound_methods import run_elsewhere
 from torchbearer_ddp.launch.devices import visible_devices
-from torchbearer_ddp.launch.ending import end_rank_with, exit_with_message, how_to_continue
+from torchbearer_ddp.launch.ending import (
+    end_rank_with,
+    exit_with_message,
+    has_started_ranks,
+    how_to_continue,
+)
 from torchbearer_ddp.launch.flags import merge, read_flags, read_options
 from torchbearer_ddp.launch.main_module import check_launch
+from torchbearer_ddp.launch.meeting import Meeting
 from torchbearer_ddp.launch.notebook import is_notebook
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.planner import make_plan
@@ -41,12 +46,11 @@ from torchbearer_ddp.launch.restarts import Restarts
 from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, SUPERVISED_FLAGS, Settings
 from torchbearer_ddp.launch.submission import submit_and_follow
 from torchbearer_ddp.launch.supervisor import Supervisor
+from torchbearer_ddp.launch.token import new_token
 from torchbearer_ddp.launch.worker import Task
 
 #: Separates the runs of one process that share a store.
 _runs = itertools.count()
-#: How long a launcher tries to record in the store of another host why its rank died.
-_PUBLISH_SECONDS = 2.0
 
 
 def run_distributed(
@@ -157,36 +161,29 @@ def _run_in_script(started_by: str, settings: Settings, task: Task) -> Any:
 def _spawn(plan: Plan, task: Task) -> list[Any]:
     """Starts the ranks of this host, which meet in a store that this process holds or reaches."""
     announce(plan)
-    base = None
-    if plan.serve:
-        base = rendezvous.serve_store(plan.host, plan.ports[0], plan.member.timeout)
-        plan = dataclasses.replace(plan, ports=(base.port,))
+    if plan.member.world_size == plan.member.local_world_size:  # all ranks are started here
+        plan = dataclasses.replace(plan, prefix=f"{plan.prefix}/{new_token()}")
     if plan.member.seed is None:
         # The seed that the script has set, if any, is the one that a single process would use.
         plan = plan.with_member(seed=torch.initial_seed())
-
-    def publish_failure(prefix: str, rank: int, text: str) -> None:
-        with contextlib.suppress(LaunchError):  # the store's host is gone, and so are its ranks
-            store = base or rendezvous.connect(plan.host, plan.ports[0], _PUBLISH_SECONDS)
-            waiting.record_failure(rendezvous.run_store(store, prefix), rank, text)
+    has_started_ranks()
+    meeting = Meeting(plan)
+    environment = {"OMP_NUM_THREADS": str(threads_of(plan)), **os.environ, **_place_of_user()}
 
     def start(number: int, variables: dict[str, str]) -> Supervisor:
-        prefix = f"{plan.prefix}/{number}" if number else plan.prefix
-        attempt = dataclasses.replace(plan, prefix=prefix)
-        publish = functools.partial(publish_failure, prefix)
-        return Supervisor(attempt, {**environment, **variables}, publish)
+        attempt = meeting.plan
+        if number:
+            meeting.renew()
+            attempt = dataclasses.replace(meeting.plan, prefix=f"{plan.prefix}/{number}")
+        return Supervisor(attempt, {**environment, **variables}, meeting)
 
-    environment = {"OMP_NUM_THREADS": str(threads_of(plan)), **os.environ}
-    environment.update(_place_of_user())
     seconds = rendezvous.ABANDON_SECONDS
     try:
         results = Restarts(plan.max_restarts, start).run(task)
         seconds = rendezvous.LEAVE_SECONDS
         return results
     finally:
-        if base is not None and plan.member.world_size > plan.member.local_world_size:
-            store = rendezvous.run_store(base, plan.prefix)
-            rendezvous.await_departures(store, plan.member.world_size, seconds)
+        meeting.await_departures(seconds)
 
 
 def _place_of_user() -> dict[str, str]:

@@ -45,7 +45,7 @@ def main(words: list[str]) -> None:
     options, unknown = parser.parse_known_args(words)
     if unknown:
         suggestions = "; ".join(near_misses(unknown))
-        parser.error(f"unknown flag {unknown[0]}. {suggestions or 'See --help'}")
+        parser.error(suggestions or f"unknown flag {unknown[0]}. See --help")
     if not options.command:
         parser.error(f"no script is named. Write: {COMMAND} [flags] script.py [its arguments]")
     name, *arguments = options.command
@@ -62,6 +62,8 @@ def main(words: list[str]) -> None:
         code = error.exitcode or 1
         exit_with_message(error, code if code > 0 else 128 - code)
         raise
+    if rank_process.script_started_by() is None:
+        failures.exit_normally(0)  # the script has run in other processes: nothing of it is here
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torchbearer_ddp import checked
+
 #: Settings that name the ranks to start; any of them switches detection off.
 PLACEMENT_FLAGS = ("rank", "world_size", "nnodes", "node_rank", "nproc_per_node")
 #: Settings of the process that starts the ranks of this host, and of no other launcher.
@@ -48,7 +50,12 @@ class Settings(dict[str, Any]):
                 f"{found} but --host is missing. Add the address of rank 0's host, the same in "
                 "every command."
             )
-        return str(self["host"])
+        return self.host_or("")
+
+    def host_or(self, default: str) -> str:
+        """The address that was given, or the default."""
+        with checked.as_error(ValueError, after=". Correct it."):
+            return checked.host(self.get("host", default), self.called("host"))
 
     def integer(self, name: str, default: int, least: int | None = None, most: int = _MOST) -> int:
         """A whole number within bounds, or the default if it was not given."""

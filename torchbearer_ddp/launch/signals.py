@@ -22,6 +22,8 @@ from torchbearer_ddp.group import debug, stop_request
 
 #: Interrupts what the main thread waits for, and does nothing else.
 _WAKE = signal.SIGURG
+#: How often the main thread is interrupted until it has handled the first signal.
+_WAKE_SECONDS = 0.05
 #: Ends the thread; no signal has this number.
 _CLOSE = 0
 #: The handlers that this process had before ours, while ours are in force.
@@ -122,15 +124,33 @@ def _watch(reader: int, grace: float, signums: list[signal.Signals]) -> None:
     """Reads the numbers of the signals that have come."""
     first, deadline = 0, None
     while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([reader], [], [], left)[0]:
+        if not select.select([reader], [], [], _seconds_to_wait(deadline))[0]:
+            if deadline is not None and time.monotonic() < deadline:
+                _wake_main_thread()
+                continue
             stop_request.end(128 + first)
         for signum in os.read(reader, 64):
             if signum == _CLOSE:
                 return
             if signum == signal.SIGUSR1:
                 debug.report("SIGUSR1")
-            if signum == signal.SIGUSR2:  # a thread may receive it, see slurm/task.py
-                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            if signum in (*signums, signal.SIGUSR2):  # for SIGUSR2 see slurm/task.py
+                _wake_main_thread()
             if signum in signums and deadline is None:
                 first, deadline = signum, time.monotonic() + grace
+
+
+def _seconds_to_wait(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    left = max(0.0, deadline - time.monotonic())
+    return left if stop_request.received() is not None else min(left, _WAKE_SECONDS)
+
+
+def _wake_main_thread() -> None:
+    """Interrupts what the main thread waits for, so that it runs the handler of a signal.
+
+    The kernel may give a signal to any thread, and one that comes just before the main thread
+    begins to wait does not interrupt it.
+    """
+    signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)

@@ -6,10 +6,9 @@ import json
 import os
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures
@@ -20,23 +19,29 @@ _READ_BYTES = 1 << 16
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
+class Process(Protocol):
+    """The process of a rank, see :class:`subprocess.Popen`."""
+
+    pid: int
+    returncode: Any
+
+    def wait(self) -> int:
+        """Waits for its end, and returns its exit code."""
+
+
 class StartedRank:
-    """A started process that sends messages, then its report, and then its pickled result.
+    """A started process that sends messages and a report, after which a result follows pickled.
 
     Args:
         rank: Its number.
-        command: The program; the descriptors of the task and of its own connection follow.
-        task: The descriptor of the file with the task.
-        environment: All of its environment variables.
+        start: Starts its process, with the descriptor that it reports to and those of its streams.
         streams: Its stdout and stderr, one for both, or none if it has those of the launcher.
     """
 
     def __init__(
         self,
         rank: int,
-        command: list[str],
-        task: int,
-        environment: Mapping[str, str],
+        start: Callable[[int, list[int]], Process],
         streams: Sequence[RankStream] = (),
     ) -> None:
         self.rank = rank
@@ -53,23 +58,9 @@ class StartedRank:
         self.ended_by_us = False
         #: Its report, see :func:`torchbearer_ddp.group.failures.report_of`; empty until it comes.
         self.report: dict[str, Any] = {}
-        writers: list[int | None] = [stream.writer for stream in streams] or [None]
-        # Blocked until child.py has set its handler: Python's start-up would show a traceback.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which
-            # passes it on once, and the rank's own children can be ended with it.
-            self.process = subprocess.Popen(
-                [*command, str(task), str(writer), str(len(streams))],
-                stdin=subprocess.DEVNULL,
-                stdout=writers[0],
-                stderr=writers[-1],
-                env=dict(environment),
-                pass_fds=(task, writer),
-                start_new_session=True,
-            )
+            self.process = start(writer, [stream.writer for stream in streams])
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             other.close()
             for stream in streams:
                 stream.close_writer()
@@ -81,7 +72,7 @@ class StartedRank:
                 while chunk := os.read(self.reader, _READ_BYTES):
                     self._received += chunk
             self.has_reported = True
-        while not self.report and b"\n" in self._received:
+        while not self.has_result and b"\n" in self._received:
             line, _, self._received = self._received.partition(b"\n")
             message = json.loads(line)
             if message["kind"] in ("result", "error"):
@@ -120,6 +111,8 @@ class StartedRank:
     def kill(self) -> None:
         """Ends the process and all that it has started."""
         if self.process.returncode is None:
+            # By itself too: one that was just forked has no group yet.
+            self.send(signal.SIGKILL)
             end_group(self.process.pid)
 
     def close(self) -> None:

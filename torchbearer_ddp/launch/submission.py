@@ -15,6 +15,7 @@ from torchbearer_ddp.launch.main_module import check_launch
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.rank import run_slurm_rank
 from torchbearer_ddp.launch.settings import checked_count
+from torchbearer_ddp.launch.token import new_token
 from torchbearer_ddp.launch.worker import Task, pack
 from torchbearer_ddp.log import logger
 
@@ -108,6 +109,6 @@ def _prepare(task: Task, given: dict[str, Any]) -> Submission:
         given[found] = checked_count(found, given.get(found, 1), 1)
     settings = {name: given.pop(name) for name in _LAUNCH_SETTINGS if name in given}
     folder = given.pop("folder", DEFAULT_FOLDER)
-    run = functools.partial(run_slurm_rank, settings, pack(task))
+    run = functools.partial(run_slurm_rank, settings, pack(task), new_token())
     name = getattr(task[0], "__name__", type(task[0]).__name__)
     return Submission(run, name, folder, given, requeues)

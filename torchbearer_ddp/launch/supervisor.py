@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
+import functools
 import selectors
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import cloudpickle
 
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
+from torchbearer_ddp.launch import forked_rank, starting
 from torchbearer_ddp.launch.ending import how_to_continue
+from torchbearer_ddp.launch.meeting import Meeting
 from torchbearer_ddp.launch.messages import Messages
 from torchbearer_ddp.launch.notebook import is_notebook
 from torchbearer_ddp.launch.output import Output, is_captured
@@ -28,7 +26,7 @@ from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.restarts import Failure
 from torchbearer_ddp.launch.started_rank import StartedRank
 from torchbearer_ddp.launch.streams import RankStream
-from torchbearer_ddp.launch.worker import Task, pack
+from torchbearer_ddp.launch.worker import Task
 from torchbearer_ddp.log import logger
 
 _TICK_SECONDS = 0.05
@@ -38,9 +36,10 @@ _FULL_SECONDS = 0.01
 _NOTICE_SECONDS = 3.0
 #: Between two ranks that write their stacks into one terminal.
 _STACK_SECONDS = 0.05
+#: If the ranks have not stopped so long after a signal, a line says what is waited for.
+_QUIET_SECONDS = 5.0
 #: How long the last lines may take after a signal.
 _LAST_SECONDS = 2.0
-_CHILD_FILE = Path(__file__).with_name("child.py")
 
 
 class Supervisor:
@@ -49,17 +48,12 @@ class Supervisor:
     Args:
         plan: The plan; the ranks connect to the store at its host and port.
         environment: The environment variables of every rank.
-        publish_failure: Called with a rank that ended without a report and what happened to it, so
-            that ranks on other hosts learn of it.
+        meeting: Where the ranks meet. If one ends without a report, what happened to it is recorded
+            there, so that ranks on other hosts learn of it.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        environment: Mapping[str, str],
-        publish_failure: Callable[[int, str], None],
-    ) -> None:
-        self._plan, self._environment, self._publish_failure = plan, environment, publish_failure
+    def __init__(self, plan: Plan, environment: Mapping[str, str], meeting: Meeting) -> None:
+        self._plan, self._environment, self._meeting = plan, environment, meeting
         #: Why this attempt has failed, once it has.
         self.failure: Failure | None = None
         self._output = Output(plan)
@@ -71,6 +65,8 @@ class Supervisor:
         self._handled: list[StartedRank] = []
         self._signal: int | None = None
         self._signal_at = 0.0
+        #: True once the user knows that the ranks take long to stop.
+        self._has_said_wait = False
         #: True after a second signal.
         self._is_urgent = False
         self._kill_at: float | None = None
@@ -94,12 +90,13 @@ class Supervisor:
             SystemExit: If a signal stopped the ranks.
         """
         with ExitStack() as stack:
-            task = stack.enter_context(_task_file(self._plan, pack(worker)))
+            handlers = forked_rank.handlers()
             stack.enter_context(self._signals_forwarded())
+            starter = stack.enter_context(self._starter(worker, handlers))
             selector = stack.enter_context(selectors.DefaultSelector())
             stack.callback(self._close_output)  # after the ranks have ended
             for index in range(self._plan.member.local_world_size):
-                rank = self._start(index, task.fileno())
+                rank = self._start(index, starter)
                 stack.callback(rank.close)
                 selector.register(rank.reader, selectors.EVENT_READ, rank)
                 for stream in rank.streams:
@@ -108,15 +105,24 @@ class Supervisor:
                 if self._signal is not None:  # it came while the ranks were being started
                     self._end_all(self._signal, self._plan.grace)
                     break
+            starter.finish()
+            self._meeting.begin()
             while self._running:
                 self._watch(selector)
         return self._results()
 
-    def _start(self, index: int, task: int) -> StartedRank:
-        command = [sys.executable, str(_CHILD_FILE), str(index), str(os.getpid())]
+    def _starter(
+        self, worker: Task, handlers: Mapping[int, Any]
+    ) -> AbstractContextManager[starting.Starter]:
+        own, environment = self._meeting.descriptors(), self._environment
+        return starting.chosen(
+            self._plan, environment, worker, own, handlers, lambda: self._signal is not None
+        )
+
+    def _start(self, index: int, starter: starting.Starter) -> StartedRank:
         number = self._plan.member.rank + index
         streams = self._output.open_for(number) if is_captured(self._plan) else ()
-        return StartedRank(number, command, task, self._environment, streams)
+        return StartedRank(number, functools.partial(starter.start, index), streams)
 
     def _read(self, selector: selectors.BaseSelector) -> None:
         """Takes what the ranks have sent and printed."""
@@ -154,7 +160,7 @@ class Supervisor:
                 if rank.is_failure and rank.distance <= 1:
                     self._output.show_kept(rank.rank)
                 if rank.is_failure and rank.distance == 1:
-                    self._publish_failure(rank.rank, rank.what())
+                    self._meeting.publish_failure(self._plan.prefix, rank.rank, rank.what())
                     self._end_all(signal.SIGTERM, _NOTICE_SECONDS)
         for rank in self._ranks:
             # Act on the report itself; the reporting process may never exit.
@@ -165,8 +171,21 @@ class Supervisor:
         if self._kill_at is None and all(rank.has_reported for rank in self._running):
             # All results are here; a thread that never ends must not keep the run from ending.
             self._kill_at = time.monotonic() + self._plan.grace
+        self._say_wait()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_running()
+
+    def _say_wait(self) -> None:
+        """Tells the user, once, why a run that got a signal has not ended yet."""
+        grace = self._plan.grace
+        if self._signal is None or self._has_said_wait or not self._running:
+            return
+        if time.monotonic() - self._signal_at > min(_QUIET_SECONDS, grace / 2):
+            self._has_said_wait = True
+            self._output.say(
+                f"{signal.Signals(self._signal).name}: {_named(self._running)} may still stop and "
+                f"save, for {grace:g} s (--grace) in all; a second signal ends the run sooner"
+            )
 
     def _kill_running(self) -> None:
         """Kills what still runs; a checkpoint that is being written has the grace time."""
@@ -248,19 +267,21 @@ class Supervisor:
             return [cloudpickle.loads(rank.result) for rank in self._ranks]
         command = () if is_notebook() else sys.orig_argv
         logger.warning(
-            f"{receiver} got {signal.Signals(signum).name}, all ranks have ended"
+            f"{receiver} got {signal.Signals(signum).name}, all ranks have ended{self._too_late()}"
             f"{how_to_continue(self.checkpoint, command)}"
         )
         raise SystemExit(128 + signum)
 
+    def _too_late(self) -> str:
+        """Which ranks the end of the grace time has ended, for the last line."""
+        late = [rank for rank in self._ranks if not rank.report]
+        waited = time.monotonic() - self._signal_at
+        if self._signal is None or self._is_urgent or not late or waited < self._plan.grace:
+            return ""
+        return f"; {_named(late)} had not stopped after {self._plan.grace:g} s (--grace)"
 
-@contextmanager
-def _task_file(plan: Plan, payload: bytes) -> Iterator[BinaryIO]:
-    """What every rank reads: a file without a name, which is gone with the last process."""
-    # Python itself passes over entries of the path that are no strings.
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    head = {"path": path, "argv": list(map(str, sys.argv)), "plan": dataclasses.asdict(plan)}
-    with tempfile.TemporaryFile() as task:
-        task.write(json.dumps(head).encode() + b"\n" + payload)
-        task.flush()
-        yield task
+
+def _named(ranks: Sequence[StartedRank]) -> str:
+    """Some ranks, by their numbers."""
+    numbers = ", ".join(str(rank.rank) for rank in ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}"

@@ -7,10 +7,11 @@ know about them (from decorators at module level) is true of those that the work
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -50,8 +51,32 @@ def pack(task: Task) -> bytes:
     """
     main = MainModule.of_this_process()
     metrics = {} if main.source else _metrics_of_script()
-    try:
+    with _explained(task):
         body = pickling.dumps((task, metrics))
+    if main.name is not None and b"__main__" not in body:
+        main = MainModule()  # a program such as python -m pytest, of which the worker needs nothing
+    settings = {name: read() for name, (read, _) in _SETTINGS.items()}
+    return pickle.dumps((asdict(main), _classes_of_script(), settings, body))
+
+
+def prepare_fork(task: Task) -> None:
+    """Checks a worker for forked ranks, which have it already: it is what others could be sent.
+
+    Open files and locks would be shared. Whether a launch works does not depend on how it starts.
+
+    Raises:
+        LaunchError: If the worker or its arguments could not be sent.
+    """
+    with _explained(task):
+        pickling.check(task)
+    _classes_of_script()  # their keys: results name the launcher's classes
+
+
+@contextlib.contextmanager
+def _explained(task: Task) -> Iterator[None]:
+    """Says which worker cannot be sent, and what to do."""
+    try:
+        yield
     except Exception as error:
         name = getattr(task[0], "__qualname__", repr(task[0]))
         raise LaunchError(
@@ -59,10 +84,6 @@ def pack(task: Task) -> bytes:
             f"({type(error).__name__}: {error}). Open files, locks and connections inside the "
             "worker instead of handing them over."
         ) from error
-    if main.name is not None and b"__main__" not in body:
-        main = MainModule()  # a program such as python -m pytest, of which the worker needs nothing
-    settings = {name: read() for name, (read, _) in _SETTINGS.items()}
-    return pickle.dumps((asdict(main), _classes_of_script(), settings, body))
 
 
 def unpack(payload: bytes) -> Task:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -12,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import WorkerError
-from torchbearer_ddp.group.failures import worker_error
+from torchbearer_ddp.group.failures import REPORT, worker_error
 from torchbearer_ddp.log import logger
 from torchbearer_ddp.slurm.submitit_adapter import Job, UncompletedJobError, Watcher
 
@@ -30,6 +30,10 @@ _REMEDIES = {
     "NODE_FAIL": f"A node failed. Submit it again. {_CONTINUES}",
     "PREEMPTED": f"A job of higher priority took its nodes. Submit it again. {_CONTINUES}",
 }
+#: What a rank writes when it fails.
+_REPORT = checked.record(
+    {**REPORT, "restart": checked.whole(0), "secondary": checked.boolean, "time": checked.number}
+)
 _COMMAND_SECONDS = 60
 _TICK_SECONDS = 0.2
 _TAIL_LINES = 20
@@ -61,7 +65,7 @@ def look_up(job_id: str) -> dict[str, str] | None:
         OSError: If the controller cannot be reached.
     """
     answer = slurm_command("scontrol", "--oneliner", "show", "job", job_id)
-    if answer.returncode == 0:
+    if answer.returncode == 0 and answer.stdout.strip():
         return dict(re.findall(r"(\w+)=(\S*)", answer.stdout.splitlines()[0]))
     if "Invalid job id" in answer.stderr:
         return None
@@ -71,6 +75,8 @@ def look_up(job_id: str) -> dict[str, str] | None:
 def _state_of(job_id: str) -> dict[str, str]:
     """A job's state; from the accounting, if there is one, once the controller has forgotten it."""
     if known := look_up(job_id):
+        if "JobState" not in known:
+            raise OSError(f"scontrol shows no JobState of job {job_id}")
         return {**known, "State": known["JobState"]}
     options = ("--noheader", "--parsable2", "--allocations", "-o", "State")
     answer = slurm_command("sacct", *options, "-j", job_id)
@@ -113,8 +119,12 @@ class SlurmJob(Job):
 
     def _cause(self) -> WorkerError | None:
         """The error of the first rank that failed; each writes a report before it ends."""
-        paths = self.paths.folder.glob(f"{self.job_id}_*_failure.json")
-        reports = [json.loads(path.read_text()) for path in paths]
+        reports = []
+        for path in self.paths.folder.glob(f"{self.job_id}_*_failure.json"):
+            try:
+                reports.append(checked.from_json(path.read_bytes(), _REPORT, str(path)))
+            except (checked.Unexpected, OSError) as error:  # a full disk, say
+                logger.warning(f"a report of job {self.job_id} cannot be read: {error}")
         if not reports:
             return None
         # Of the last restart, and not because of another rank.
@@ -186,7 +196,8 @@ def _copies(path: Path, target: TextIO) -> Iterator[bool]:
 
 def _describe(info: dict[str, str]) -> str:
     """A job's state in words: what, where or why, and how often it was restarted."""
-    state, restarts = info.get("State", "").lower(), int(info.get("Restarts", "0"))
+    state, counted = info.get("State", "").lower(), info.get("Restarts", "0")
+    restarts = int(counted) if checked.is_number(counted) else 0
     if state == "pending":
         return f"{'requeued, ' * (restarts > 0)}pending ({info.get('Reason', 'None')})"
     if state == "running":

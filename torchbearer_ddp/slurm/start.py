@@ -14,7 +14,9 @@ import signal
 
 if __name__ == "__main__":
     _name = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
-    signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, _name)})
+    if _name not in signal.Signals.__members__:
+        sys.exit(f"torchbearer_ddp: SUBMITIT_PREEMPT_SIGNAL makes {_name!r}, which is no signal.")
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.Signals[_name]})
     sys.path.insert(0, "")  # where the job was submitted from, as with python -m
 
     from submitit.core.submission import submitit_main

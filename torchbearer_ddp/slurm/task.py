@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import DistributedError, LaunchError
 from torchbearer_ddp.group import failures, stop_request
 from torchbearer_ddp.log import logger
@@ -91,8 +92,9 @@ class _Attempt:
         self._job = environment["SLURM_JOB_ID"]
         self._nodes = environment.get("SLURM_JOB_NODELIST", "?")
         self._world_size = environment.get("SLURM_NTASKS", "?")
-        self._rank = int(environment.get("SLURM_PROCID", "0"))
-        self._restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        with checked.as_error(LaunchError, after=". Slurm sets it: leave it as it is."):
+            self._rank = checked.variable(environment, "SLURM_PROCID", 0, 0)
+            self._restart = checked.variable(environment, "SLURM_RESTART_COUNT", 0, 0)
         self._max_requeues = max_requeues
         self._paths = paths_of_this_task()
         task = f"{self._paths.job_id}_{self._paths.task_id}"
