@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 from torchbearer_ddp.errors import DistributedError
@@ -44,11 +46,20 @@ def main(words: list[str]) -> None:
 
 def _call(module: str, words: list[str]) -> None:
     """Calls a command; an error of this package ends it with its message and exit code 1."""
+    command = importlib.import_module(f"torchbearer_ddp.{module}")
+    if not module.startswith("commands."):  # run has chosen its exit code: that of the script
+        command.main(words)
+        return
     try:
-        importlib.import_module(f"torchbearer_ddp.{module}").main(words)
+        try:
+            command.main(words)
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:  # the reader of the report, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except DistributedError as error:
-        if module.startswith("commands."):  # run has chosen its exit code: that of the script
-            exit_with_message(error, 1)
+        exit_with_message(error, 1)
         raise
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from torchbearer import magics
 from torchbearer.callbacks import printer
 from tqdm import tqdm
 
@@ -115,5 +116,15 @@ class LauncherBar(_Bar):
         launcher.tell("bar", number=self._number, state=state, is_last=is_last)
 
 
+def _allow_text_in_notebooks() -> None:
+    """Lets torchbearer's bar for notebooks be plain text where there are no widgets to draw it."""
+    from tqdm.notebook import IProgress  # this imports the widgets, which takes long
+
+    if IProgress is None:
+        vars(sys.modules["tqdm"])["tqdm_notebook"] = tqdm
+
+
 # torchbearer makes its bar before any callback is called.
 vars(printer)["tqdm"] = progress_bar
+if magics.is_notebook():
+    _allow_text_in_notebooks()

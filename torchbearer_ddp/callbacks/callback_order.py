@@ -62,6 +62,10 @@ class OrderedCallback(Callback):  # type: ignore[misc]
         """Called when run, evaluate or predict is left, also by an exception on this rank alone."""
 
 
+#: No list has so many callbacks.
+_UNKNOWN: tuple[int, list[Callback]] = (-1, [])
+
+
 class OrderedCallbackList(CallbackList):  # type: ignore[misc]
     """A torchbearer callback list that calls its callbacks by :attr:`OrderedCallback.order`."""
 
@@ -84,7 +88,7 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
     def in_order(self, hook: str) -> list[Callback]:
         """The callbacks, or what stands in for them, in the order in which this hook calls them."""
         # Sorted once, because each step calls many hooks. A callback may be appended later.
-        known, ordered = self._orders.get(hook, (-1, []))
+        known, ordered = self._orders.get(hook, _UNKNOWN)
         if known != len(self.callback_list):
             count = len(self.callback_list)
             ordered = sorted(self.callback_list, key=lambda callback: _place(callback, hook))
@@ -101,6 +105,7 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
     def leave(self) -> None:
         """Calls ``leave`` of every callback of ours; nothing polls for a signal any more."""
         stop_request.stop_polling()
+        debug.end_steps()
         for callback in self._ours():
             callback.leave()
 
@@ -111,7 +116,8 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
         debug.note_hook(hook, state)
         if hook in ("on_start", "on_end"):
             self._run_end.note(hook, state)
-        for callback in self.in_order(hook):
+        known, callbacks = self._orders.get(hook, _UNKNOWN)
+        for callback in callbacks if known == len(self.callback_list) else self.in_order(hook):
             getattr(callback, hook)(state)
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torchbearer
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
-from torchbearer_ddp.checkpoints import contents, folder, rank_state, trained_state
+from torchbearer_ddp.checkpoints import contents, folder, source, trained_state
 from torchbearer_ddp.checkpoints.best import Best
 from torchbearer_ddp.checkpoints.contents import SECTION
+from torchbearer_ddp.checkpoints.epoch_trace import EpochTrace
 from torchbearer_ddp.checkpoints.folder import Folder
-from torchbearer_ddp.checkpoints.resume import EpochTrace
 from torchbearer_ddp.checkpoints.runs import Runs
 from torchbearer_ddp.checkpoints.save import Moment, Saver
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule, require_positive
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives, launcher, stop_request
 from torchbearer_ddp.log import announce
+
+_BEST = checked.table(checked.number)
 
 
 class Checkpoint(OrderedCallback):
@@ -124,7 +128,7 @@ class Checkpoint(OrderedCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Checkpoint:
         """Takes back what :meth:`state_dict` gave."""
-        self._best.values = dict(state_dict.get("best", {}))
+        self._best.values = dict(_BEST(state_dict.get("best", {}), "the best values so far"))
         return self
 
     def on_init(self, state: Any) -> None:
@@ -148,12 +152,12 @@ class Checkpoint(OrderedCallback):
         self._find_gradients(state)
         if self._opened:  # another run of the same trial: it goes on with what it has
             collectives.from_rank_zero(self._saver.open, "a checkpoint")
+            step = self._runs.begin(state, self._global_step)
         else:
             self._opened = True
-            path, payload = rank_state.sent_by_rank_zero(self._find, "a checkpoint")
-            if payload is not None:
-                self._runs.found(path, payload)
-        step = self._runs.begin(state, self._global_step)
+            # An attempt of the same launch has saved: what was asked for was done there.
+            resume = "auto" if launcher.is_restarted() else self._resume
+            step = self._runs.begin_first(state, partial(self._find, resume), resume)
         if step != self._global_step:  # of a checkpoint
             self._global_step = self._schedule.saved_step = step
         self._schedule.restart_clock()
@@ -163,8 +167,12 @@ class Checkpoint(OrderedCallback):
         if state is not self._run_state:
             return
         self._cut_short = False
-        self._runs.start_epoch(state)
-        self._trace = EpochTrace(state)
+        self._trace = self._runs.start_epoch(state)
+
+    def leave(self) -> None:
+        """A run that fails in its start leaves the loader as it was."""
+        if self._trace is not None:
+            self._trace.leave()
 
     def on_start_training(self, state: Any) -> None:
         """The loader has been started and the metrics are empty: go to the middle of the epoch."""
@@ -253,7 +261,7 @@ class Checkpoint(OrderedCallback):
             CheckpointError: If it cannot be read, needs ``trust``, or is of another model.
         """
         payload = collectives.from_rank_zero(
-            lambda: folder.read_any(Path(path), trust=trust), "a checkpoint"
+            lambda: source.read_any(Path(path), trust=trust), "a checkpoint"
         )
         collectives.run_together(lambda: _load(trial.state, payload), "loading a checkpoint")
         return trial
@@ -265,10 +273,9 @@ class Checkpoint(OrderedCallback):
             self._gradients = found[0]
             self._wish = found[0].register_wish(self._wishes_to_save)
 
-    def _find(self) -> tuple[str, Any]:
+    def _find(self, resume: Any) -> tuple[str, Any]:
         self._saver.open()
-        # An attempt of the same launch has saved: what was asked for was done there.
-        return folder.find(self._folder, "auto" if launcher.is_restarted() else self._resume)
+        return source.find(self._folder, resume)
 
     def _wishes_to_save(self) -> bool:
         """By rank zero's clock, or because a write has failed: the save then raises its error."""
@@ -311,7 +318,7 @@ class Checkpoint(OrderedCallback):
     def _save(
         self, state: Any, choose_names: Callable[[], list[str]], trace: EpochTrace | None
     ) -> None:
-        has_local_parts = self._gradients is not None and bool(self._gradients.skip)
+        has_local_parts = self._gradients is not None and self._gradients.has_local_parts
         moment = Moment(state, self._global_step, trace, self._runs, has_local_parts)
         if self._saver.save(moment, choose_names):
             self._schedule.saved(self._global_step)
@@ -326,17 +333,15 @@ def _load(state: Any, payload: dict[str, Any]) -> None:
         if collectives.is_rank_zero():
             contents.warn_of_changed_callbacks(state, payload)
         contents.restore_callbacks(state, payload)
+        contents.restore_schedulers(state, payload)
 
 
 # Of run, evaluate and predict, which all call on_start, the last two choose their data before, and
 # only call it if there are any. The choice stays in the Trial's state, also when a pass of a run
 # made it, so it is removed as soon as a pass has begun: the pass has its own copy.
-
-
 def _has_chosen_data(state: Any) -> bool:
     """True at ``on_start`` of evaluate and predict, False at that of run."""
-    keys = (torchbearer.GENERATOR, torchbearer.STEPS)
-    return any(state.get(key) is not None for key in keys)
+    return any(state.get(key) is not None for key in (torchbearer.GENERATOR, torchbearer.STEPS))
 
 
 def _forget_chosen_data(state: Any) -> None:

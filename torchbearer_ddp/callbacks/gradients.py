@@ -10,16 +10,19 @@ import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.data.run_streams import RunStreams
+from torchbearer_ddp.gradients import drift
 from torchbearer_ddp.gradients.accumulation import Accumulation
 from torchbearer_ddp.gradients.averager import Averager
+from torchbearer_ddp.gradients.exchange import Options
 from torchbearer_ddp.gradients.header import RankReport, StepSummary
+from torchbearer_ddp.gradients.local_steps import LocalExchange, check_every
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
-from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.reducer import Reducer
 from torchbearer_ddp.gradients.step_exchange import StepExchange
 from torchbearer_ddp.gradients.stragglers import Stragglers
 from torchbearer_ddp.gradients.timing import Timing
-from torchbearer_ddp.gradients.transports.torch_dist import HALVES
-from torchbearer_ddp.group import collectives, debug, stop_request, unsynchronised
+from torchbearer_ddp.gradients.transports.compression import Compression
+from torchbearer_ddp.group import collectives, debug, stop_request, trained, unsynchronised
 from torchbearer_ddp.log import announce
 
 
@@ -54,12 +57,22 @@ class SyncGradients(OrderedCallback):
         transport: ``auto``, ``gloo``, ``nccl``, ``shm`` or ``hierarchical``.
         bucket_mb: The size of a bucket in MiB; None for what suits the transport (25 for NCCL, else
             4).
-        compress: ``'bf16'`` or ``'fp16'``: numbers travel between hosts in half precision, half the
-            bytes. They are still added in single precision, and rounded twice; the rounding error
-            is not carried over to the next step (no error feedback). Ranks of
-            one host share memory, where there is nothing to save.
+        compress: What travels between hosts instead of single precision: ``'bf16'`` or ``'fp16'``
+            (half the bytes), ``'int8'`` (a quarter, with a scale for each block of numbers) or
+            ``'powersgd'`` (torch's PowerSGD: a few columns of each matrix). Numbers are still added
+            in single precision. Ranks of one host share memory, where there is nothing to save.
+        rank: The number of columns that PowerSGD keeps, 1 if it is not given.
+        error_feedback: Whether what compression loses in a step is added to the next one. None for
+            what suits it: yes for ``'int8'`` and ``'powersgd'``, no for ``'bf16'`` and ``'fp16'``.
+        hook: A communication hook as ``DistributedDataParallel.register_comm_hook`` takes it, for
+            example torch's ``fp16_compress_hook`` or ``powerSGD_hook``, or one of your own:
+            ``hook(state, bucket)`` returns a Future of the mean over all ranks.
+        hook_state: What the hook is called with. It is part of the checkpoints.
         accumulate: Exchange gradients and step every so many batches, on their average: what one
             step with so many times the batch would do. The rest of an epoch makes a smaller one.
+        every: Let each rank make so many steps on its own gradients, and then average parameters
+            and optimizer states: fewer exchanges, but not the steps of one process. An epoch always
+            ends with an average.
 
     State Requirements:
         - :attr:`torchbearer.state.MODEL`: The model whose gradients are averaged
@@ -94,15 +107,18 @@ class SyncGradients(OrderedCallback):
         transport: str = "auto",
         bucket_mb: float | None = None,
         compress: str | None = None,
+        rank: int | None = None,
+        error_feedback: bool | None = None,
+        hook: Callable[[Any, Any], Any] | None = None,
+        hook_state: Any = None,
         accumulate: int = 1,
+        every: int = 1,
     ) -> None:
         super().__init__()
         if bucket_mb is not None and bucket_mb <= 0:
             raise ValueError(f"bucket_mb is {bucket_mb}: a bucket must have a size above 0.")
-        if compress is not None and compress not in HALVES:
-            raise ValueError(
-                f"compress is {compress!r}: it is one of {', '.join(map(repr, HALVES))}, or None."
-            )
+        self._compression = Compression(compress, rank, error_feedback, hook, hook_state)
+        self._compression.check(transport)
         bucket_bytes = None if bucket_mb is None else int(bucket_mb * 2**20)
         self.skip = list(skip)
         for each in self.skip:
@@ -110,10 +126,15 @@ class SyncGradients(OrderedCallback):
                 raise ValueError(
                     f"skip has {each!r}: give modules, parameters or optimizers, not their names."
                 )
-        self._exchange = StepExchange(
-            Averager(Options(transport, bucket_bytes, compress), self.skip),
-            Accumulation(accumulate),
-            LossVerdicts(loss, weight, weighted),
+        self.every = every
+        options = Options(transport, bucket_bytes, self._compression)
+        averager, accumulation = Averager(options, self.skip), Accumulation(accumulate)
+        losses = LossVerdicts(loss, weight, weighted)
+        check_every(every, self._compression)
+        self._exchange: StepExchange = (
+            StepExchange(averager, accumulation, losses)
+            if every == 1
+            else LocalExchange(averager, accumulation, losses, every, options)
         )
         self._streams = RunStreams()
         self._stragglers = Stragglers(())
@@ -142,6 +163,7 @@ class SyncGradients(OrderedCallback):
         """In each epoch anew: layers may have been added, moved or replaced in between."""
         self._exchange.asks_to_stop = False
         self._exchange.accumulation.check(state)
+        self._exchange.check(state)
         self._exchange.begin(state)
 
     def on_sample(self, state: Any) -> None:
@@ -158,22 +180,27 @@ class SyncGradients(OrderedCallback):
 
     def on_step_training(self, state: Any) -> None:
         """After every callback that may ask to stop at this step."""
-        if self._exchange.group is None:
+        exchange = self._exchange
+        if exchange.group is None:
             if stop_request.requested():
                 state[torchbearer.STOP_TRAINING] = True
             return
-        self._exchange.asks_to_stop |= bool(state[torchbearer.STOP_TRAINING])
-        # The other ranks do not know of a new request yet: all leave the loop at the next exchange.
-        state[torchbearer.STOP_TRAINING] = self._exchange.step.agreed.stop
+        exchange.asks_to_stop |= (asks := bool(state[torchbearer.STOP_TRAINING]))
+        exchange.after_step(state)
+        stops = exchange.step.agreed.stop
+        if asks != stops:
+            # The others do not know of a new request yet: all leave the loop at the next exchange.
+            state[torchbearer.STOP_TRAINING] = stops
         self._note_signal()
         # Before the first batch comes what is done between two epochs.
-        if state[torchbearer.BATCH] and collectives.is_rank_zero() and (times := self.times):
-            sentence = self._stragglers.add(times, debug.last_step() or 0)
+        if exchange.group.member.rank == 0 and state[torchbearer.BATCH] and (times := self.times):
+            sentence = self._stragglers.add(times, debug.last_step)
             if sentence is not None:
                 announce(sentence)
 
     def on_end_training(self, state: Any) -> None:
         """A request made at the last step or since has no gradient to travel with."""
+        self._exchange.settle(state)  # where there is no SyncModel
         self._agree(state, "a stop at the end of training")
 
     def on_checkpoint(self, state: Any) -> None:
@@ -199,6 +226,41 @@ class SyncGradients(OrderedCallback):
         self._exchange.losses.load_state_dict(state_dict.get("losses", []))
         self._exchange.averager.regular = float(state_dict.get("regular", 0.0))
         return self
+
+    def local_states(self) -> dict[str, Any]:
+        """What each rank has for itself and a checkpoint must hold, by name."""
+        return {"compression": self._compression.memory, **self._exchange.local_states()}
+
+    @property
+    def has_local_parts(self) -> bool:
+        """True if the ranks' models or optimizers may differ in a checkpoint."""
+        return bool(self.skip) or self.may_drift
+
+    @property
+    def may_drift(self) -> bool:
+        """True if replicas differ between two calls of :meth:`align_replicas`."""
+        return self._compression.may_drift or self.every > 1
+
+    @property
+    def uses_powersgd(self) -> bool:
+        """True if gradients are compressed by PowerSGD, here or in a hook."""
+        return self._compression.is_powersgd
+
+    def rescale(self, factor: float) -> None:
+        """Tells that gradients are this many times as large from the next step on.
+
+        What compression has lost of a step is added to the next one, so it must have its unit.
+        """
+        self._compression.memory.rescale(factor)
+
+    def align_replicas(self, state: Any) -> None:
+        """Makes replicas equal at the end of an epoch, and before a run after one that failed.
+
+        They differ by local steps, or by rounding.
+        """
+        self._exchange.settle(state)
+        if self._compression.may_drift and collectives.world_size() > 1:
+            drift.align(trained.parameters(state, self.skip))
 
     def register_wish(self, poll: Callable[[], bool]) -> int:
         """Lets every exchange of gradients carry one more yes or no from each rank to all.

@@ -217,6 +217,18 @@ class MixedPrecision(OrderedCallback):
         local = [
             p for s in _gradients(state) for each in s.skip for p in trained.parameters_of(each)
         ]
+        if collectives.world_size() > 1 and any(s.uses_powersgd for s in _gradients(state)):
+            raise ValueError(
+                "MixedPrecision('fp16') finds its scale by steps that overflow, but PowerSGD adds "
+                "what a step has lost to the next, and would never be finite again. Use "
+                "MixedPrecision('bf16'), or another compress."
+            )
+        every = max((s.every for s in _gradients(state)), default=1)
+        if collectives.world_size() > 1 and every > 1:
+            raise ValueError(
+                "MixedPrecision('fp16') skips a step on all ranks or on none, but SyncGradients's "
+                f"every is {every}, so each rank steps by itself. Use MixedPrecision('bf16')."
+            )
         if collectives.world_size() > 1 and set(map(id, own)) & set(map(id, local)):
             raise ValueError(
                 "MixedPrecision('fp16') skips a step on all ranks or on none, but "
@@ -242,8 +254,12 @@ class MixedPrecision(OrderedCallback):
             self._end_forward(state)
             self._restore_arguments(state)
             if self._scaling is not None:
-                exchanged = collectives.world_size() > 1 and bool(_gradients(state))
+                before, averaging = self._scaling.scale, _gradients(state)
+                exchanged = collectives.world_size() > 1 and bool(averaging)
                 self.skipped_steps += self._scaling.end_closure(exchanged=exchanged)
+                if self._scaling.scale != before:
+                    for each in averaging:
+                        each.rescale(self._scaling.scale / before)
         elif self._scaling is not None:
             self._scaling.check_other(optimizer, type(optimizer).__name__)
         return result

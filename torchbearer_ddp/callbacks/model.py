@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.mixed_precision import MixedPrecision
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.group import collectives, layouts, replicas, trained
+from torchbearer_ddp.group import agreement, collectives, layouts, replicas, trained
 from torchbearer_ddp.group.join import versions
 from torchbearer_ddp.log import announce
 
@@ -57,7 +56,7 @@ class SyncModel(OrderedCallback):
         if collectives.world_size() > 1:
             tensors = _replicated(state)
             remedy = "Build the same model on every rank."
-            collectives.agree(_shapes(tensors), "the model", remedy)
+            agreement.agree(_shapes(tensors), "the model", remedy)
             collectives.broadcast_tensors([tensor for _, tensor in tensors], "the model")
 
     def on_start(self, state: Any) -> None:
@@ -65,6 +64,8 @@ class SyncModel(OrderedCallback):
         if collectives.world_size() == 1:
             return
         _refuse_lazy(state)
+        for each in _gradients(state):
+            each.align_replicas(state)
         tensors = _replicated(state)
         local = {id(p) for each in _skipped(state) for p in trained.parameters_of(each)}
         optimizers = {
@@ -74,18 +75,18 @@ class SyncModel(OrderedCallback):
         }
         states = [(f"the state of {n}", _checksums(each)) for n, each in optimizers.items()]
         compared = [*tensors, *states]
+        checksums = replicas.fingerprint(compared)
         history = state[torchbearer.HISTORY]
         # Lengths of histories and checksums may differ, unlike the plan: they are made equal.
-        everyone = collectives.agree(
+        everyone = agreement.agree(
             _plan(state),
             "the plan of this run",
             "Start every rank with the same script, arguments, data and packages.",
-            extra=(len(history), replicas.fingerprint(compared)),
+            extra=(len(history), agreement.digest(checksums)),
         )
         _align_history(history, [epochs for epochs, _ in everyone])
-        checksums = [each for _, each in everyone]
-        difference = replicas.first_difference([name for name, _ in compared], checksums)
-        if difference is not None:
+        names, digests = [name for name, _ in compared], [each for _, each in everyone]
+        if difference := replicas.difference(names, checksums, digests):
             name, ranks = difference
             announce(
                 f"{name} on rank {ranks} differed from rank 0 at the start; every rank now has "
@@ -99,53 +100,68 @@ class SyncModel(OrderedCallback):
         """After the last step and before validation: BatchNorm statistics are averaged here."""
         if collectives.world_size() == 1:
             return
-        _agree_on_tensors(state)
+        epoch = state[torchbearer.EPOCH]
+        is_due = bool(self._check) and (epoch + 1) % self._check == 0
+        drifts = any(each.may_drift for each in _gradients(state))
+        _compare(state, with_values=is_due and not drifts)
         modules = torch.nn.ModuleList(trained.modules(state).values())
         local = [buffer for each in _skipped(state) for buffer in _buffers_of(each)]
         replicas.align_buffers(modules, local)
-        epoch = state[torchbearer.EPOCH]
-        if self._check and (epoch + 1) % self._check == 0:
-            tensors = _replicated(state)
-            checksums = collectives.all_gather(
-                replicas.fingerprint(tensors), "the replicas after an epoch"
-            )
-            difference = replicas.first_difference([name for name, _ in tensors], checksums)
-            if difference is not None:
-                name, ranks = difference
-                raise DesyncError(
-                    f"After epoch {epoch}, {name} on rank {ranks} differs from rank 0's. Only some "
-                    "ranks change it: look for an optimizer step outside the Trial, a callback "
-                    "that writes parameters, or a parameter that is not in the model."
-                )
+        for each in _gradients(state):
+            each.align_replicas(state)
+        if is_due and drifts:
+            _compare(state, with_values=True)
+
+
+def _compare(state: Any, *, with_values: bool) -> None:
+    """Compares what the ranks train, and the values of parameters too, in one exchange.
+
+    Buffers are not compared: they are made equal.
+
+    Raises:
+        DesyncError: On every rank, if something differs.
+    """
+    shapes = _shapes(_replicated(state))
+    parameters = _with_values(trained.parameters(state, _skipped(state))) if with_values else []
+    checksums = replicas.fingerprint(parameters)
+    digests = agreement.agree(
+        shapes,
+        "what is trained",
+        "Keep the same modules in the state and on callbacks of every rank; what is rank zero's "
+        "alone belongs into a callback in RankZeroOnly, or into SyncGradients(skip=...)",
+        extra=agreement.digest(checksums),
+        head_bytes=collectives.SHORT_BYTES,
+    )
+    names = [name for name, _ in parameters]
+    if difference := replicas.difference(names, checksums, digests):
+        name, ranks = difference
+        raise DesyncError(
+            f"After epoch {state[torchbearer.EPOCH]}, {name} on rank {ranks} differs from rank "
+            "0's. Only some ranks change it: look for an optimizer step outside the Trial, a "
+            "callback that writes parameters, or a parameter that is not in the model."
+        )
 
 
 def _skipped(state: Any) -> list[Any]:
     """What SyncGradients leaves to each rank on purpose."""
-    callbacks = state[torchbearer.CALLBACK_LIST]
-    return [each for c in callbacks if isinstance(c, SyncGradients) for each in c.skip]
+    return [each for callback in _gradients(state) for each in callback.skip]
+
+
+def _gradients(state: Any) -> list[SyncGradients]:
+    return [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, SyncGradients)]
 
 
 def _buffers_of(thing: Any) -> list[torch.Tensor]:
     return list(thing.buffers()) if isinstance(thing, torch.nn.Module) else []
 
 
-def _agree_on_tensors(state: Any) -> None:
-    """Names what only some ranks have, before any tensor is exchanged."""
-    shapes = _shapes(_replicated(state))
-    checksum = zlib.crc32(repr(shapes).encode())
-    if len(set(collectives.all_gather(checksum, "what is trained, after an epoch"))) > 1:
-        collectives.agree(
-            shapes,
-            "what is trained",
-            "Keep the same modules in the state and on callbacks of every rank; what is rank "
-            "zero's alone belongs into a callback in RankZeroOnly, or into SyncGradients(skip=...)",
-        )
-
-
 def _replicated(state: Any) -> replicas.Named:
     """Parameters and buffers, which must be equal on all ranks."""
     skip = _skipped(state)
-    tensors: replicas.Named = [*trained.parameters(state, skip), *trained.buffers(state, skip)]
+    return _with_values([*trained.parameters(state, skip), *trained.buffers(state, skip)])
+
+
+def _with_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> replicas.Named:
     return [(name, each) for name, each in tensors if not is_lazy(each) and not each.is_meta]
 
 

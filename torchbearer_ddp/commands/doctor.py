@@ -138,7 +138,7 @@ def _start_ranks(plan: Plan, options: argparse.Namespace) -> int:
             store = rendezvous.serve_store(plan.host, ports[0], member.timeout)
             ports = (store.port,)
     except LaunchError as error:
-        return _report_no_meeting(plan, error)
+        return _report_no_meeting(plan, error, as_json=options.json)
     words = [sys.executable, "-m", "torchbearer_ddp", "doctor", "--host", plan.host]
     words += ["--port", str(ports[0]), "--world-size", str(member.world_size)]
     words += ["--timeout", str(member.timeout), "--device", member.device]
@@ -190,7 +190,7 @@ def _be_a_rank(plan: Plan, options: argparse.Namespace) -> int:
         store = meeting.meet(plan)
         meeting.register(store, rank, found)
     except LaunchError as error:
-        return _report_no_meeting(plan, error)
+        return _report_no_meeting(plan, error, as_json=options.json)
     pause = meeting.pause_of(plan.member.world_size)
     own = rendezvous.own_connection(store)
     answering = meeting.Answering(own, rank, work_of(plan), pause)
@@ -235,15 +235,19 @@ def _examine(plan: Plan, options: argparse.Namespace, store: Any, deadline: floa
 
 def _print(report: Report, findings: list[Finding], *, as_json: bool) -> int:
     if as_json:
-        every = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({**report.plain(), "findings": every}, indent=1, default=str))
+        print(_as_json(report.plain(), findings))
     else:
         print(verdict.text(report, findings))
     sys.stdout.flush()
     return FOUND if any(finding.problem for finding in findings) else GOOD
 
 
-def _report_no_meeting(plan: Plan, error: LaunchError) -> int:
+def _as_json(known: dict[str, Any], findings: list[Finding]) -> str:
+    every = [dataclasses.asdict(finding) for finding in findings]
+    return json.dumps({**known, "findings": every}, indent=1, default=str)
+
+
+def _report_no_meeting(plan: Plan, error: LaunchError, *, as_json: bool) -> int:
     """Prints why this rank has not met the others."""
     host, port = plan.host, plan.ports[0]
     if plan.serve:
@@ -254,10 +258,11 @@ def _report_no_meeting(plan: Plan, error: LaunchError) -> int:
         remedy = f"End it, or give every rank another --port than {port}."
     else:
         found = f"Rank {plan.member.rank} did not meet rank 0 within {plan.member.timeout:g} s. "
-        found += host_checks.why_no_rendezvous(host, port)
-        remedy = (
-            f"Start rank 0 on {host} with the same --port, and open that port and those of the "
-            "system's own range between the hosts."
-        )
-    print("\n".join(verdict.verdict([Finding(True, found, remedy)])), flush=True)
+        why, remedy = host_checks.why_no_rendezvous(host, port)
+        found += why
+    findings = [Finding(True, found, remedy)]
+    known = {"world_size": plan.member.world_size, "host": host}
+    print(
+        _as_json(known, findings) if as_json else "\n".join(verdict.verdict(findings)), flush=True
+    )
     return FOUND

@@ -20,6 +20,7 @@ from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import network
 from torchbearer_ddp.group.bounded import in_time
 from torchbearer_ddp.group.join import usable_cores
+from torchbearer_ddp.group.launcher import TOKEN_VARIABLE
 from torchbearer_ddp.version import __version__
 
 Facts = dict[str, Any]
@@ -190,4 +191,5 @@ def slurm() -> Facts:
 
 def variables() -> dict[str, str]:
     """The environment variables that decide how ranks are started and connected."""
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
+    names = [name for name in sorted(os.environ) if name.startswith(_VARIABLES)]
+    return {name: "(set)" if name == TOKEN_VARIABLE else os.environ[name] for name in names}

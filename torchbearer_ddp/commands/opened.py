@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchbearer_ddp.checkpoints import contents, file
+from torchbearer_ddp import checked
+from torchbearer_ddp.checkpoints import contents, file, form
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.errors import CheckpointError
@@ -48,7 +49,7 @@ def open_checkpoint(path: Path) -> Opened:
     damaged: list[str] = []
     for each in Folder(path).newest_first():
         try:
-            return Opened(each, _checked(file.read(each), each), file.read_label(each), damaged)
+            return Opened(each, _read(each), file.read_label(each), damaged)
         except CheckpointError as error:
             damaged.append(str(error))
     if damaged:
@@ -62,20 +63,21 @@ def open_checkpoint(path: Path) -> Opened:
 def _open_file(path: Path) -> Opened:
     label = file.read_label(path)
     if label is not None:
-        return Opened(path, _checked(file.read(path), path), label)
-    loaded = file.read(path, foreign=True)
+        return Opened(path, _read(path), label)
+    loaded = file.read_foreign(path)
     if isinstance(loaded, dict) and contents.SECTION in loaded:
         file.read(path)  # raises: this is one of ours whose label is damaged
-    return Opened(path, contents.from_torchbearer(loaded), None)
+    with checked.as_error(CheckpointError, after=". It is not a checkpoint."):
+        found = contents.from_torchbearer(loaded, str(path))
+        form.check_trial(found, str(path))
+    return Opened(path, found, None)
 
 
-def _checked(payload: Any, path: Path) -> dict[str, Any]:
-    if isinstance(payload, dict):
-        return payload
-    raise CheckpointError(
-        f"{path} holds a {type(payload).__qualname__} where a dict was expected: it is not a "
-        "checkpoint."
-    )
+def _read(path: Path) -> dict[str, Any]:
+    payload: dict[str, Any] = file.read(path)
+    with checked.as_error(CheckpointError, after=". It is not a checkpoint."):
+        form.check_payload(payload, str(path))
+    return payload
 
 
 def as_json(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -54,10 +55,14 @@ def main(words: list[str]) -> None:
         raise SystemExit(128 + signal.SIGINT) from None
     if options.json != "-":
         print("\n".join(text.lines(proof)))
-    if options.html:
-        html.write(proof, options.html)
-    if options.json:
-        _write_json(proof, options.json)
+    try:
+        if options.html:
+            html.write(proof, options.html)
+        if options.json:
+            _write_json(proof, options.json)
+    except OSError as error:  # not 1, which is a verdict
+        sys.stderr.write(f"torchbearer_ddp: The report cannot be written ({error}).\n")
+        raise SystemExit(COULD_NOT_RUN) from None
     raise SystemExit(GOOD if proof.is_equal else FOUND)
 
 
@@ -77,7 +82,7 @@ def _options(words: list[str]) -> argparse.Namespace:
         options, unknown = parser.parse_known_args(_flags_first(parser, words, options.command))
     if unknown:
         suggestions = "; ".join(near_misses(unknown))
-        parser.error(f"unknown flag {unknown[0]}. {suggestions or 'See --help'}")
+        parser.error(suggestions or f"unknown flag {unknown[0]}. See --help")
     if not options.command:
         parser.error("no script is named. Write: prove --nproc-per-node N script.py [arguments]")
     if options.nproc_per_node is None or options.nproc_per_node < 2:
@@ -86,7 +91,15 @@ def _options(words: list[str]) -> argparse.Namespace:
         parser.error("--steps and --roundings are at least 1")
     if not options.module:
         check_script(options.command[0])
+    for flag, name in (("--html", options.html), ("--json", options.json)):
+        if name and name != "-" and not _is_writable(Path(name)):
+            parser.error(f"{flag} {name} cannot be written. Give a file in a folder that is there")
     return options
+
+
+def _is_writable(path: Path) -> bool:
+    """Whether a report can be written there, which is better known before the runs than after."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def _flags_first(
@@ -105,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     codes = {
         GOOD: "equal: all differences are rounding",
         FOUND: "the ranks differ from one process",
-        COULD_NOT_RUN: "the script could not be run",
+        COULD_NOT_RUN: "the script could not be run, or the report not be written",
     }
     parser = command_parser("prove", _DESCRIPTION, _EXAMPLE, codes)
     parser.usage = (

@@ -93,7 +93,7 @@ def work_of(plan: Plan) -> dict[str, Work]:
 def examine(asking: Asking, report: Report, folder: Path | None) -> None:
     """Rank zero's part: asks for one measurement after the other, into the report."""
     asking.gather(time.monotonic() + report.timeout)
-    report.ranks, report.lost = asking.here, asking.lost
+    report.ranks, report.lost = dict(sorted(asking.here.items())), asking.lost
     _examine_links(asking, report)
     complete = report.world_size > 1 and not report.missing and not report.lost
     if complete and all(map(_works, report.links.values())):

@@ -140,24 +140,31 @@ def clean(folder: Path, mark: str) -> None:
 # Why ranks do not meet.
 
 
-def why_no_rendezvous(host: str, port: int, seconds: float = 3.0) -> str:
-    """What there is at an address where no rendezvous was found; a sentence."""
+def why_no_rendezvous(host: str, port: int, seconds: float = 3.0) -> tuple[str, str]:
+    """What there is at an address where no rendezvous was found, and what to do about it."""
     place = f"{host}:{port}"
+    remedy = (
+        f"Start rank 0 on {host} with the same --port, and open that port and those of the "
+        "system's own range between the hosts."
+    )
     known = facts.resolve(host)
     if not known["addresses"]:
-        return f"The name {host} has no address here ({known['problem']})."
+        found = f"The name {host} has no address here ({known['problem']})."
+        return found, "Give --host a name that every host knows, or the address itself."
     try:
         with socket.create_connection((host, port), seconds):
-            return (
+            found = (
                 f"Something accepts connections at {place} but does not answer as a rendezvous: "
                 "another program holds that port."
             )
+            return found, f"End that program, or give every rank another --port than {port}."
     except TimeoutError:
-        return f"{place} gave no answer within {seconds:g} s: a firewall, or a link that is cut."
+        found = f"{place} gave no answer within {seconds:g} s: a firewall, or a link that is cut."
     except OSError as error:
+        found = f"{place} cannot be reached from here ({(error.strerror or str(error)).lower()})."
         if error.errno == errno.ECONNREFUSED:
-            return f"{host} answers, but nothing listens on port {port}: rank 0 is not there."
-        return f"{place} cannot be reached from here ({(error.strerror or str(error)).lower()})."
+            found = f"{host} answers, but nothing listens on port {port}: rank 0 is not there."
+    return found, remedy
 
 
 def holder(port: int) -> str:

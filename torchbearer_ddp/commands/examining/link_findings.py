@@ -156,8 +156,9 @@ def _slow_link(
     compared = f"; the median of the links between hosts is {words.speed(usual)}" * unequal
     link_itself = "Look at the cable, the switch port and other traffic of these hosts. "
     fewer_bytes = (
-        "Gradients cross it at every step: SyncGradients(compress='bf16') halves them, and doctor "
-        "--script tells whether the link limits your training."
+        "Gradients cross it at every step: SyncGradients(compress='bf16') halves them, "
+        "compress='int8' sends a quarter, and doctor --script tells whether the link limits your "
+        "training."
     )
     is_problem = unequal or rate < _USELESS_BYTES
     return Finding(

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import rendezvous
+from torchbearer_ddp.group import posts, rendezvous, roll_call
 from torchbearer_ddp.launch.plan import Plan
 
 #: A store of torch, which only the layer below names.
@@ -26,6 +27,8 @@ _POLL_SECONDS = 0.02
 #: With many ranks the store would be busy with their questions.
 _MANY_RANKS = 64
 _SLOW_POLL_SECONDS = 0.2
+#: What every rank registers: what it has found of its host.
+_ENTRY = checked.record({"host": checked.text(), "pid": checked.whole(0)})
 
 
 def meet(plan: Plan) -> Store:
@@ -74,8 +77,15 @@ class Answering:
             self.contact = time.monotonic()
             time.sleep(self._pause)
         self.contact = time.monotonic()
-        task: Task = json.loads(self._store.get(key))
+        task: Task = posts.parse(self._store.get(key) or b"[]", key, _task)
         return task
+
+
+def _task(value: Any, where: str) -> Any:
+    """A list that begins with the name of what is asked for."""
+    checked.items(checked.anything)(value, where)
+    checked.text()(value[0] if value else None, f"{where}[0]")
+    return value
 
 
 def register(store: Store, rank: int, found: Mapping[str, Any]) -> None:
@@ -84,13 +94,8 @@ def register(store: Store, rank: int, found: Mapping[str, Any]) -> None:
     Raises:
         LaunchError: If another process has this rank.
     """
-    if store.add(f"claim/{rank}", 1) > 1:
-        other = json.loads(store.get(f"here/{rank}"))
-        raise LaunchError(
-            f"Two processes have rank {rank}: process {other['pid']} on {other['host']} and "
-            f"process {found['pid']} on {found['host']}. Start each with its own --rank."
-        )
-    store.set(f"here/{rank}", json.dumps(found))
+    if taken := roll_call.register(store, rank, found, _ENTRY):
+        raise LaunchError(taken)
 
 
 def pause_of(world_size: int) -> float:
@@ -119,8 +124,10 @@ class Asking:
         """Waits for the ranks until all are here, or until the deadline."""
         while len(self.here) < self._world_size:
             for rank in range(self._world_size):
-                if rank not in self.here and self._store.check([f"here/{rank}"]):
-                    self.here[rank] = json.loads(self._store.get(f"here/{rank}"))
+                if rank not in self.here and (
+                    info := roll_call.registration(self._store, rank, _ENTRY)
+                ):
+                    self.here[rank] = info
             if time.monotonic() > deadline:
                 return
             time.sleep(_POLL_SECONDS)
@@ -143,7 +150,7 @@ class Asking:
             for rank in [each for each in tasks if each not in answers]:
                 key = f"answer/{rank}/{numbers[rank]}"
                 if self._store.check([key]):
-                    answers[rank] = json.loads(self._store.get(key))
+                    answers[rank] = posts.parse(self._store.get(key), key, checked.anything)
             if time.monotonic() > deadline:
                 self.lost |= {r: str(tasks[r][0]) for r in tasks if r not in answers}
                 break

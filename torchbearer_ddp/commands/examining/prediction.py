@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,15 +15,12 @@ from torchbearer_ddp.commands.examining.timed_run import Timed
 _WORTH = 1.2
 #: From this share of a step on, the exchange is what limits.
 _LARGE_SHARE = 0.25
+#: From this share of a step on, a link decides how fast a training is.
+_LINK_DECIDES = 0.5
 #: So many times faster than the number of ranks cannot be.
 _SUPERLINEAR = 1.1
 _UNITS = {"bit": 1 / 8, "b": 1.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-#: The hosts' own work in an exchange, in bytes per second: sending and adding, and for half
-#: precision rounding, which goes on while the link is busy. From the tables of two hosts with one
-#: rank each in docs/benchmarks.
-_HOST_RATE = 3.0e9
-_ROUNDING_RATE = 0.4e9
 #: Half precision is recommended where it is so many times as fast.
 _GAIN = 1.1
 
@@ -55,16 +53,25 @@ def speed_of(ranks: int, timed: Timed, hosts: int = 1) -> Speed:
 
 
 def over_link(
-    speed: Speed, timed: Timed, hosts: int, link: float, *, compress: bool = False
+    speed: Speed, timed: Timed, hosts: int, link: float, own: float, *, compress: bool = False
 ) -> Speed:
     """What is to be expected of so many hosts, each as this one, over a link between them.
 
-    Every host sends the gradient nearly twice, in parts (as in a ring), after backward.
-    ``compress`` sends it in half precision.
+    Every host sends the gradient nearly twice, in parts (as in a ring), after backward. While the
+    link carries one part, the hosts work on others, so the slower of the two decides.
+
+    Args:
+        speed: What was measured on this host.
+        timed: The same run's times.
+        hosts: How many hosts.
+        link: The bytes per second of the link.
+        own: The seconds of an exchange between two processes of this host through gloo, where no
+            link limits: what two hosts do themselves.
+        compress: True if gradients travel in half precision; also when ``own`` was measured.
     """
-    size = 2 * (hosts - 1) / hosts * timed.gradient_bytes
-    sending = max(size / 2 / link, size / 2 / _ROUNDING_RATE) if compress else size / link
-    crossing = sending + size / _HOST_RATE
+    part = 2 * (hosts - 1) / hosts
+    sent = part * timed.gradient_bytes / (2 if compress else 1)
+    crossing = max(sent / link, part * own)
     seconds = speed.seconds + crossing
     rate = hosts * speed.ranks * timed.samples / seconds
     return Speed(hosts * speed.ranks, hosts, seconds, speed.exchange + crossing, rate, False)
@@ -162,12 +169,22 @@ def advice(speeds: list[Speed], compressed: Speed | None = None) -> list[str]:
         lines.append(f"Use {use}{place}; the cores of this host limit beyond that.")
     if beyond.ranks > 1 and share > _LARGE_SHARE:
         lines.append("Larger batches, or accumulate=... of SyncGradients, exchange less often.")
-        if beyond.hosts > 1 and compressed is None:
-            lines.append("SyncGradients(compress='bf16') sends half the bytes between hosts.")
-        elif compressed is not None and compressed.samples > _GAIN * beyond.samples:
-            lines.append(
-                "SyncGradients(compress='bf16') sends half the bytes between hosts: "
-                f"{beyond.ranks} ranks on {beyond.hosts} hosts would be "
-                f"{compressed.samples / single.samples:.1f} times as fast."
-            )
+        lines += _fewer_bytes(single, beyond, compressed)
     return lines
+
+
+def _fewer_bytes(single: Speed, beyond: Speed, compressed: Speed | None) -> Iterator[str]:
+    """What helps where a link between hosts is the limit."""
+    if beyond.hosts > 1 and compressed is None:
+        yield "SyncGradients(compress='bf16') sends half the bytes between hosts."
+    elif compressed is not None and compressed.samples > _GAIN * beyond.samples:
+        yield (
+            "SyncGradients(compress='bf16') sends half the bytes between hosts: "
+            f"{beyond.ranks} ranks on {beyond.hosts} hosts would be "
+            f"{compressed.samples / single.samples:.1f} times as fast."
+        )
+    if beyond.hosts > 1 and beyond.exchange > _LINK_DECIDES * beyond.seconds:
+        yield (
+            "SyncGradients(compress='int8') sends a quarter, compress='powersgd' a few percent, "
+            "every=8 an eighth: the page on slow links says what each of them costs."
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchbearer_ddp.commands.examining import prediction
 from torchbearer_ddp.commands.examining.prediction import Speed
-from torchbearer_ddp.commands.examining.timed_run import Timed, measure
+from torchbearer_ddp.commands.examining.timed_run import PLAIN, Timed, measure
 from torchbearer_ddp.commands.parser import GOOD
 from torchbearer_ddp.group.join import usable_cores
 from torchbearer_ddp.launch.plan import Plan
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how fast a script is on 1, 2, 4, ... ranks")
     add = group.add_argument
     add("--script", nargs=argparse.REMAINDER, metavar="FILE ...", help=_SCRIPT)
-    add("--module", action="store_true", help="FILE is the name of a module, as with python -m")
+    add("--module", action="store_true", help="--script names a module, as with python -m")
     add("--seconds", type=float, default=5.0, help="how long one process is timed (default: 5)")
     add("--limit", type=float, default=300.0, help="seconds for each start (default: 300)")
     add("--link", type=_link, help="predict for several hosts over a link of 1gbit, 110MB/s, ...")
@@ -63,11 +63,7 @@ def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> i
         return GOOD
     compressed = None
     if options.link and plan.launcher == "spawn":
-        chosen = prediction.best(speeds)
-        speeds += [prediction.over_link(chosen, timed, hosts, options.link) for hosts in _HOSTS]
-        hosts = prediction.limited(speeds).hosts
-        if hosts > 1:
-            compressed = prediction.over_link(chosen, timed, hosts, options.link, compress=True)
+        compressed = _predict(plan, options, speeds, timed)
     if options.json:
         print(json.dumps(prediction.plain(speeds, timed, compressed), indent=1))
     else:
@@ -76,29 +72,58 @@ def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> i
     return GOOD
 
 
+def _predict(
+    plan: Plan, options: argparse.Namespace, speeds: list[Speed], timed: Timed
+) -> Speed | None:
+    """Adds what several hosts would do; returns what the last would with half the bytes."""
+
+    def own(wire: str) -> float:
+        launch = {"nproc_per_node": 2, **_device(plan)}
+        what = f"on 2 ranks as on two hosts ({wire})"
+        return _time(options, what, launch, timed.steps, wire).moving
+
+    chosen, link, plain = prediction.best(speeds), options.link, own(PLAIN)
+    speeds += [prediction.over_link(chosen, timed, hosts, link, plain) for hosts in _HOSTS]
+    hosts = prediction.limited(speeds).hosts
+    if hosts == 1:
+        return None
+    return prediction.over_link(chosen, timed, hosts, link, own("bf16"), compress=True)
+
+
+def _time(
+    options: argparse.Namespace,
+    what: str,
+    launch: dict[str, Any],
+    steps: int,
+    wire: str | None = None,
+) -> Timed:
+    """Times the script once."""
+    logger.info(f"doctor: timing {options.script[0]} {what}")
+    limits = (steps, options.seconds, options.limit)
+    return measure(options.script, options.module, launch, *limits, wire)
+
+
+def _device(plan: Plan) -> dict[str, Any]:
+    return {"device": plan.member.device} if plan.member.device == "cpu" else {}
+
+
 def _measure(
     plan: Plan, options: argparse.Namespace, given: dict[str, Any]
 ) -> tuple[list[Speed], Timed]:
     """The speeds of one process and of more and more ranks, and the last run's times."""
-
-    def timed(what: str, launch: dict[str, Any], steps: int) -> Timed:
-        logger.info(f"doctor: timing {options.script[0]} {what}")
-        return measure(
-            options.script, options.module, launch, steps, options.seconds, options.limit
-        )
-
-    device = {"device": plan.member.device} if plan.member.device == "cpu" else {}
-    found = timed("in one process", {"launcher": "inline", **device}, 0)
+    device = _device(plan)
+    found = _time(options, "in one process", {"launcher": "inline", **device}, 0)
     speeds = [prediction.speed_of(1, found)]
     steps, world_size = found.steps, plan.member.world_size
     if plan.launcher == "spawn" and world_size == plan.member.local_world_size:
         for ranks in _sizes(world_size):
-            found = timed(f"on {ranks} ranks", {"nproc_per_node": ranks, **device}, steps)
+            launch = {"nproc_per_node": ranks, **device}
+            found = _time(options, f"on {ranks} ranks", launch, steps)
             speeds.append(prediction.speed_of(ranks, found))
     elif world_size > 1:
         hosts = world_size // max(1, plan.member.local_world_size)
         launch = {"timeout": _MEET_SECONDS + options.limit, **given}
-        found = timed(f"on {world_size} ranks", launch, steps)
+        found = _time(options, f"on {world_size} ranks", launch, steps)
         speeds.append(prediction.speed_of(world_size, found, hosts))
     return speeds, found
 

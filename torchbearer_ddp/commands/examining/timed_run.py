@@ -7,6 +7,7 @@ it likes in it.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from torchbearer_ddp.commands.proving.outputs import kept_apart
 from torchbearer_ddp.commands.proving.replacing import replaced
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import trained
+from torchbearer_ddp.gradients.transports.hosts import HOST_ID_VARIABLE
+from torchbearer_ddp.group import collectives, trained
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.script import run_script
 
@@ -36,6 +38,8 @@ WARM_UP = 3
 #: The fewest steps whose median is worth something.
 FEWEST = 5
 _LAST_LINES = 15
+#: Gradients travel as the script says.
+PLAIN = "plain"
 
 
 @dataclass
@@ -141,11 +145,13 @@ def _callbacks(state: Any) -> list[Any]:
     return list(state[torchbearer.CALLBACK_LIST])
 
 
-def time_script(name: str, is_module: bool, steps: int, seconds: float) -> dict[str, Any] | None:
-    """Runs the script on this rank until enough steps are timed."""
+def time_script(
+    name: str, is_module: bool, steps: int, seconds: float, wire: str | None = None
+) -> dict[str, Any] | None:
+    """Runs the script on this rank until enough steps are timed; see :func:`measure`."""
     clock = _Clock(steps, seconds)
     with tempfile.TemporaryDirectory(prefix="torchbearer_ddp-doctor-") as folder:
-        with kept_apart(Path(folder)), clock.installed():
+        with kept_apart(Path(folder)), clock.installed(), _sent_through_gloo(wire):
             try:
                 run_script(name, is_module)
             except _Enough:
@@ -156,6 +162,23 @@ def time_script(name: str, is_module: bool, steps: int, seconds: float) -> dict[
     return clock.timed()
 
 
+@contextmanager
+def _sent_through_gloo(wire: str | None) -> Iterator[None]:
+    """Lets the ranks exchange gradients as hosts do, in this precision; None changes nothing."""
+    if wire is None:
+        yield
+        return
+    os.environ[HOST_ID_VARIABLE] = str(collectives.rank())
+    original = vars(SyncGradients)["__init__"]
+
+    def made(callback: SyncGradients, **options: Any) -> None:
+        half = {} if wire == PLAIN else {"compress": wire, "hook": None, "hook_state": None}
+        original(callback, **{**options, "transport": "gloo", **half})
+
+    with replaced(SyncGradients, "__init__", made):
+        yield
+
+
 def measure(
     command: list[str],
     is_module: bool,
@@ -163,8 +186,12 @@ def measure(
     steps: int,
     seconds: float,
     limit: float,
+    wire: str | None = None,
 ) -> Timed:
     """Times a script that is started as ``launch`` says, in processes of its own.
+
+    With ``wire`` gradients travel between the ranks as they do between hosts: :data:`PLAIN`, or in
+    half precision, such as ``bf16``.
 
     Raises:
         LaunchError: If it fails, takes longer than the limit, or has too few steps.
@@ -173,7 +200,7 @@ def measure(
         answer, log = Path(folder) / "answer.json", Path(folder) / "output.txt"
         task = {
             **{"command": command, "is_module": is_module, "launch": launch},
-            **{"steps": steps, "seconds": seconds, "answer": str(answer)},
+            **{"steps": steps, "seconds": seconds, "wire": wire, "answer": str(answer)},
         }
         words = [sys.executable, "-m", __name__, json.dumps(task)]
         with log.open("wb") as output:
@@ -210,7 +237,7 @@ def main(text: str) -> None:
     name, *arguments = task["command"]
     sys.argv[:] = [name, *arguments]
     sys.path[0] = str(Path.cwd() if task["is_module"] else Path(name).resolve().parent)
-    work = (name, task["is_module"], task["steps"], task["seconds"])
+    work = (name, task["is_module"], task["steps"], task["seconds"], task["wire"])
     found = run_distributed(time_script, work, **task["launch"])
     Path(task["answer"]).write_text(json.dumps(found[0]))
 

@@ -27,7 +27,7 @@ def text(report: Report, findings: list[Finding]) -> str:
     """The whole report."""
     hosts = len(set(report.hosts.values()))
     came, of = len(report.ranks), f" of {report.world_size}" if report.missing else ""
-    lines = [f"{came}{of} rank{'s' * (came > 1)} on {hosts} host{'s' * (hosts > 1)}"]
+    lines = [f"{came}{of} rank{'s' * (report.world_size > 1)} on {hosts} host{'s' * (hosts > 1)}"]
     lines += [*_ranks(report), *_links(report), *_group(report), *_rest(report)]
     return "\n".join([*lines, "", *verdict(findings)])
 

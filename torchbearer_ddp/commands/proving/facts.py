@@ -44,6 +44,7 @@ def empty() -> dict[str, Any]:
         "dropouts": [],
         "draws_in_step": [],
         "data_set_draws": False,
+        "half_precision": False,
         "batch_norms": 0,
         "loss_kind": None,
         "loss_reason": "",

@@ -23,7 +23,7 @@ _STYLE = """
   --bad-soft:#43201e; --blue:#8fb0ff; --band:#1d3a2c; } }
 * { box-sizing:border-box } body { margin:0; background:var(--page); color:var(--ink);
   font:15px/1.5 system-ui,sans-serif }
-main { max-width:860px; margin:0 auto; padding:32px 20px 56px }
+main { max-width:860px; margin:0 auto; padding:32px 20px 56px; overflow-wrap:anywhere }
 h1 { font-size:25px; line-height:1.25; margin:10px 0 4px } h2 { font-size:17px; margin:0 0 6px }
 p { margin:4px 0 } .faint { color:var(--faint) } code { font:13px ui-monospace,monospace }
 .badge { display:inline-block; padding:2px 12px; border-radius:99px; font-weight:600 }
@@ -35,7 +35,8 @@ ul { margin:4px 0; padding-left:20px } li { margin:4px 0 }
 table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums }
 th,td { padding:4px 8px; border-bottom:1px solid var(--line); text-align:right; white-space:nowrap }
 th { color:var(--faint); font-weight:500 } th:first-child,td:first-child { text-align:left }
-td.beyond { color:var(--bad); font-weight:600 } svg { width:100%; height:auto; display:block }
+td.beyond { color:var(--bad); font-weight:600 } svg { width:100%;
+  min-width:560px; height:auto; display:block }
 svg text { fill:var(--faint); font:12px system-ui,sans-serif } .grid { stroke:var(--line) }
 .band { fill:var(--band) } .bound { fill:none; stroke:var(--good); stroke-dasharray:5 4 }
 .rounding { fill:none; stroke:var(--good); stroke-width:1.5 }
@@ -110,7 +111,7 @@ def _largest(proof: Proof) -> str:
     listed = sorted(worst.values(), key=lambda each: -each.ratio)[:_LISTED]
     rows = [
         (
-            f"{each.stage} {each.name}",
+            each.name if each.name == each.stage else f"{each.stage} {each.name}",
             str(each.step),
             f"{each.relative:.1e}",
             f"{each.relative_rounding:.1e}",

@@ -39,7 +39,7 @@ def panel(comparison: Comparison, stage: str) -> str:
     if not found:
         return ""
     axes = _axes(comparison.steps, found)
-    body = "".join([*_grid(axes), *_band(axes, found), *_points(axes, found)])
+    body = "".join([*_band(axes, found), *_grid(axes), *_points(axes, found)])
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{stage}: differences of '
         f'{comparison.steps} steps">{body}</svg>'

@@ -137,6 +137,11 @@ def _notes(job: Job, ranks: Sequence[Recording], alone: Recording) -> list[str]:
             "random layers ran with numbers that belong to the sample (--sample-streams); in "
             "training each rank draws its own"
         )
+    if facts["half_precision"]:
+        notes.append(
+            "MixedPrecision computed in single precision here: half precision rounds each rank's "
+            "part of a batch by itself, which is more than what is looked for"
+        )
     if facts["data_set_draws"]:
         notes.append(
             "the data set draws random numbers: here they belong to the sample; in training each "

@@ -12,6 +12,7 @@ import torch
 import torchbearer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchbearer_ddp.callbacks.autocast_region import AutocastRegion
 from torchbearer_ddp.callbacks.callback_order import OrderedCallbackList
 from torchbearer_ddp.callbacks.data import DATA_KEYS
 from torchbearer_ddp.callbacks.gradients import SyncGradients
@@ -67,6 +68,9 @@ class Recorder:
                 stack.enter_context(replaced(kind, hook, self._around(hook, vars(kind)[hook])))
             stack.enter_context(replaced(kind, "enter", self._entering(kind.enter)))
             stack.enter_context(replaced(kind, "leave", self._leaving(kind.leave)))
+            stack.enter_context(
+                replaced(AutocastRegion, "enter", lambda region: self._note_half_precision())
+            )
             stack.enter_context(self._imitation.installed())
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             yield
@@ -100,6 +104,14 @@ class Recorder:
                 raise Enough
 
         return leave
+
+    def _note_half_precision(self) -> None:
+        """In place of autocast, which rounds each part of a batch by more than what is looked for.
+
+        What rounding does could not be measured either: a unit in the last place of a parameter is
+        lost when it is rounded to half precision.
+        """
+        self.recording["facts"]["half_precision"] = True
 
     # The hooks, in the order of a run.
 
