@@ -32,18 +32,25 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "examples": ["mlxtend>=0.23"],
+        "examples": ["mlxtend>=0.23", "tensorboard"],
         "test": [
+            "hypothesis",
+            "ipykernel",
+            "ipywidgets",
             "mlxtend>=0.23",
             "mypy",
+            "nbclient",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "safetensors",
             "scikit-learn",
             "tensorboard",
         ],
-        "docs": ["furo", "matplotlib", "sphinx>=7"],
+        # Coverage-guided, for make fuzz; it has no wheels for every Python.
+        "fuzz": ["atheris>=3"],
+        "docs": ["furo", "sphinx>=7", "sphinx-copybutton"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

