@@ -1,8 +1,9 @@
 """Runs the benchmarks, prints tables, writes a JSON file and the plots of the documentation.
 
-python -m benchmarks            # everything, about forty minutes
-python -m benchmarks --quick    # a look at whether it works, under two minutes
+python -m benchmarks            # everything, about three hours
+python -m benchmarks --quick    # a look at whether it works, a few minutes
 python -m benchmarks --out docs/benchmarks    # what the documentation shows
+python -m benchmarks --only peers --keep --out docs/benchmarks    # a part of it, the rest as it was
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    digits,
+    formulas,
     gpus,
     hosts,
     launching,
+    links,
+    many_ranks,
+    memory,
     models,
     one_host,
     page,
+    peers,
     plots,
     prediction,
     report,
     single,
     started,
+    traffic,
 )
 from torchbearer_ddp import __version__
 
@@ -57,23 +65,20 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
     """Runs the named parts, each way taking so many turns of about so many seconds."""
     if quick:
         rounds, seconds = 2, 0.05
-    names = ["mlp", "conv"] if quick else list(models.CASES)
-    worlds = [2] if quick else [2, 4]
+    names, worlds = _names_and_worlds(quick)
     found: dict[str, Any] = {"machine": machine(), "quick": quick}
     if "single" in parts:
         found["single process"] = single.run(4 * rounds, seconds)
-    if "models" in parts:
-        found["one host"] = one_host.run(names, worlds, rounds, seconds)
+    _measure_models(found, parts, quick, rounds, seconds)
     if "gpus" in parts and torch.cuda.device_count() > 1:
         found["GPUs"] = gpus.run(gpus.large(), rounds, seconds)
-    if "scaling" in parts:
-        sizes = [10_000] if quick else [10_000, 100_000, 1_000_000, 10_000_000, 50_000_000]
-        found["scaling"] = one_host.scaling(sizes, [2] if quick else [2, 4, 8], rounds, seconds)
     if "launch" in parts:
-        found["launch"] = launching.run(1 if quick else 5)
-    if "hosts" in parts and os.geteuid() == 0:
-        speeds = ["1gbit"] if quick else ["1gbit", "10gbit"]
-        found["two hosts"] = hosts.run(speeds, [2] if quick else [1, 2], min(rounds, 5), seconds)
+        found["launch"] = launching.run(1 if quick else 5, [2] if quick else [2, 8])
+    _measure_hosts(found, parts, quick, rounds, seconds)
+    if "peers" in parts and peers.PYTHON.exists():  # make bench-peers installs them
+        found["peers"] = peers.run([2] if quick else [2, 4], 1 if quick else 5, 2 if quick else 20)
+    if "ranks" in parts and os.geteuid() == 0:
+        found["many ranks"] = many_ranks.run([2] if quick else many_ranks.RANKS, rounds, seconds)
     if "started" in parts:
         some = names[:1] if quick else names
         found["as started"] = started.on_one_host(some, worlds, 1 if quick else 3, seconds)
@@ -85,25 +90,76 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
         times = 1 if quick else 3
         found["prediction"] = prediction.run(["wide"] if quick else names, worlds, times)
         if os.geteuid() == 0 and not quick:
-            links = ["1gbit", "10gbit"]
-            found["prediction"] += prediction.between_hosts(["deep", "wide", "conv"], links, times)
+            rates = ["1gbit", "10gbit"]
+            found["prediction"] += prediction.between_hosts(["deep", "wide", "conv"], rates, times)
     return found
 
 
+def _names_and_worlds(quick: bool) -> tuple[list[str], list[int]]:
+    return (["mlp", "conv"], [2]) if quick else (list(models.CASES), [2, 4])
+
+
+def _measure_models(
+    found: dict[str, Any], parts: list[str], quick: bool, rounds: int, seconds: float
+) -> None:
+    names, worlds = _names_and_worlds(quick)
+    if "models" in parts:
+        others = () if quick else (3, 8)
+        found["one host"] = one_host.run(names, worlds, rounds, seconds, others)
+    if "threads" in parts:
+        some = names[:1] if quick else ["mlp", "deep", "wide", "conv"]
+        many = ([2], [2]) if quick else ([2, 3, 8], [1, 2, 3, 4])
+        found["threads"] = one_host.threads(some, *many, min(rounds, 5), seconds)
+    if "traffic" in parts:
+        some = names[:1] if quick else ["mlp", "deep", "wide"]
+        found["traffic"] = traffic.run(some, rounds, seconds)
+    if "memory" in parts:
+        cases = [models.CASES[name] for name in names]
+        cases += [] if quick else [models.mlp_of(10**8)]
+        found["memory"] = memory.run(cases, worlds)
+    if "scaling" in parts:
+        sizes = [10_000] if quick else [10**4, 10**5, 10**6, 10**7, 10**8]
+        found["scaling"] = one_host.scaling(sizes, [2] if quick else [2, 3, 4, 8], rounds, seconds)
+
+
+def _measure_hosts(
+    found: dict[str, Any], parts: list[str], quick: bool, rounds: int, seconds: float
+) -> None:
+    if "hosts" in parts and os.geteuid() == 0:
+        speeds = ["1gbit"] if quick else ["1gbit", "10gbit"]
+        found["two hosts"] = hosts.run(speeds, [2] if quick else [1, 2], min(rounds, 5), seconds)
+    if "links" in parts and os.geteuid() == 0:
+        speeds, cases = (["1gbit"], ["conv"]) if quick else (links.SPEEDS, ["wide", "conv"])
+        few = 1 if quick else min(rounds, 5)
+        found["slow links"] = links.run(speeds, [2] if quick else [1, 2], cases, few, 5 * seconds)
+    if "digits" in parts:
+        models_there, seeds, epochs = (["MLP"], 1, 1) if quick else (["MLP", "conv"], 5, 15)
+        found["digits"] = digits.run(models_there, seeds, epochs)
+
+
 def main() -> None:
-    every = ["single", "models", "gpus", "scaling", "launch", "hosts", "started", "prediction"]
+    every = [
+        *("single", "models", "threads", "traffic", "memory", "gpus", "scaling", "launch"),
+        *("hosts", "links", "digits", "peers", "ranks", "started", "prediction"),
+    ]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: proves that it works")
     parser.add_argument("--only", nargs="+", choices=every, default=every)
     parser.add_argument("--rounds", type=int, default=9, help="how often each way takes its turn")
     parser.add_argument("--seconds", type=float, default=0.4, help="about how long a turn takes")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
+    parser.add_argument("--keep", action="store_true", help="parts of an earlier run stay")
     options = parser.parse_args()
     found = measure(options.only, options.quick, options.rounds, options.seconds)
     print(report.text(found))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    stored = options.out / "results.json"
+    if options.keep and stored.exists():
+        found = {**json.loads(stored.read_text()), **found}
+    stored.write_text(json.dumps(found, indent=1) + "\n")
     (options.out / "figures.rst").write_text(page.text(found))
+    if "many ranks" in found:
+        (options.out / "many_ranks.rst").write_text(formulas.text(found["many ranks"]))
     plots.draw(found, options.out)
     print(f"\nwritten: {options.out}/results.json, the plots and the page's figures beside it")
 

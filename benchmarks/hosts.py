@@ -35,7 +35,7 @@ def run(speeds: list[str], ranks: list[int], rounds: int, seconds: float) -> lis
     for speed in speeds:
         for per_host in ranks:
             with linked(speed) as both:
-                found = _both(both, per_host, rounds, seconds)
+                found = on_both(both, per_host, "benchmarks.hosts", [str(rounds), str(seconds)])
             tables.append({"link": speed, "ranks a host": per_host, **found})
     return tables
 
@@ -78,12 +78,13 @@ def launch(commands: list[Command]) -> Any:
     return json.loads(outputs[0].splitlines()[-1])
 
 
-def _both(both: list[Host], per_host: int, rounds: int, seconds: float) -> dict[str, Any]:
+def on_both(both: list[Host], per_host: int, module: str, words: list[str]) -> dict[str, Any]:
+    """Starts a module on both hosts, with the name of the interface and these words."""
     commands = []
     for node, host in enumerate(both):
         command = [
-            *host.command, sys.executable, "-m", "benchmarks.hosts", host.interface,
-            str(rounds), str(seconds), "--nnodes", "2", "--node-rank", str(node),
+            *host.command, sys.executable, "-m", module, host.interface, *words,
+            "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", str(per_host), "--host", both[0].address, "--port", str(PORT),
         ]  # fmt: skip
         commands.append((command, environment(host, per_host)))

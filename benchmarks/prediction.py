@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.hosts import PORT, environment, linked
 from torchbearer_ddp.commands.examining import prediction
-from torchbearer_ddp.commands.examining.timed_run import Timed, measure
+from torchbearer_ddp.commands.examining.timed_run import PLAIN, Timed, measure
 
 SCRIPT = str(Path(__file__).with_name("trained.py"))
 #: Steps of a long run, and how long a run of one process is timed for the promise.
@@ -59,7 +59,8 @@ def between_hosts(names: list[str], speeds: list[str], rounds: int) -> list[dict
                     timed = _timed(name, 1, 0, env)
                     single = prediction.speed_of(1, timed)
                     link = prediction.link_of(speed)
-                    promised.append(prediction.over_link(single, timed, 2, link).seconds)
+                    own = _timed(name, 2, timed.steps, env, PLAIN).moving
+                    promised.append(prediction.over_link(single, timed, 2, link, own).seconds)
                     alone.append(timed.seconds)
                     real.append(_long_run(_on(both), name))
             single = statistics.median(alone)
@@ -73,14 +74,21 @@ def _row(name: str, place: str, promised: float, real: float) -> dict[str, Any]:
     return {"model": name, "where": place, "promised": promised, "real": real, "error": error}
 
 
-def _timed(name: str, ranks: int, steps: int, env: dict[str, str] | None = None) -> Timed:
+def _timed(
+    name: str,
+    ranks: int,
+    steps: int,
+    env: dict[str, str] | None = None,
+    wire: str | None = None,
+) -> Timed:
     """What the doctor measures."""
     launch = {"launcher": "inline"} if ranks == 1 else {"nproc_per_node": ranks}
     before = dict(os.environ)
     os.environ.update(env or {})
     try:
         command = [SCRIPT, name, str(10 * LONG)]
-        return measure(command, False, {**launch, "device": "cpu"}, steps, SECONDS, LIMIT)
+        launch = {**launch, "device": "cpu"}
+        return measure(command, False, launch, steps, SECONDS, LIMIT, wire)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -17,9 +17,9 @@ from benchmarks.models import Case
 from torchbearer_ddp import world_size
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
-from torchbearer_ddp.gradients.exchange import Trained
+from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import RankReport
-from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.reducer import Reducer
 from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.group import membership
 
