@@ -1,19 +1,24 @@
-# make run       train the example on two local processes
+# make run       train the example on two local processes, and compare their speed with that of one
 # make test      every test that this machine can run, and which took longest
 # make soak      the long tests: 200 random lists of events, 200 kills, 20 launches in a row, every
-#                failing rank on every transport, 100 random interruptions, 12 seeds of every pair of
-#                options, 8 kills of every program, 10,000 changes of requires_grad
+#                failing rank on every transport, 100 random interruptions, every odd value at every
+#                place of a checkpoint, 12 seeds of every pair of options, 8 kills of every program,
+#                10,000 changes of requires_grad
+# make fuzz      every reader of outside data under atheris, FUZZ_SECONDS each (60)
 # make gpu-test  equality, faults, resume, mixed precision and a benchmark on two GPUs through NCCL
 # make compat    the tests with the oldest Python and torch that are supported, and with the newest
 # make lint      ruff and mypy
 # make docs      the documentation, in docs/_build/html
 # make bench     the benchmarks against torch's DistributedDataParallel
+# make bench-peers  the one against Lightning, accelerate and torchrun, in an environment of its own
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
+# make test PROCESSES=4 shares out the files of tests between four processes.
+PROCESSES ?= 0
 # For make compat, for example: make compat FLOOR_PYTHON=~/.pyenv/versions/3.10.13/bin/python
 FLOOR_PYTHON ?= python3.10
 FLOOR_TORCH ?= 2.10.0
@@ -21,17 +26,24 @@ NEWEST_PYTHON ?= python3.13
 # Wheels of torch for the CPU alone; those of PyPI bring CUDA's libraries along.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 COMPAT_TESTS ?= tests
+# For make fuzz, for example: make fuzz FUZZ_SECONDS=3600 FUZZ_TARGETS=message
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= message post checkpoint_file foreign_file checkpoint_contents environment flags
 
-.PHONY: run test lint docs bench bench-quick slurm-test gpu-test soak compat compat-floor compat-newest clean
+.PHONY: run test lint docs bench bench-quick bench-peers slurm-test fuzz gpu-test soak compat compat-floor compat-newest clean
 
 run: $(VENV)/examples.stamp
-	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2
+	$(BIN)/python examples/mnist_ddp.py --nproc-per-node 2 --compare
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -n $(PROCESSES) --no-loadscope-reorder --durations=15
 
 slurm-test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm
+
+fuzz: $(VENV)/test.stamp $(VENV)/fuzz.stamp
+	for target in $(FUZZ_TARGETS); do \
+		$(BIN)/python -m tests.fuzz $$target -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
 gpu-test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -rs --timeout 600 tests/gpu
@@ -40,6 +52,7 @@ soak: $(VENV)/test.stamp
 	TORCHBEARER_DDP_SOAK=200 TORCHBEARER_DDP_LAUNCHES=20 TORCHBEARER_DDP_KILLS=200 TORCHBEARER_DDP_RESUMES=100 \
 		$(BIN)/python -m pytest --timeout 3600 tests/faults/test_soak.py tests/faults/test_checkpoint_faults.py \
 		tests/faults/test_ranks.py tests/checkpoints/test_resume_fuzz.py
+	TORCHBEARER_DDP_ODD_RESUMES=100000 $(BIN)/python -m pytest -s tests/fuzz/test_odd_resumes.py
 	TORCHBEARER_DDP_PAIR_SEEDS=12 TORCHBEARER_DDP_PROJECT_KILLS=8 TORCHBEARER_DDP_TOGGLES=10000 \
 		$(BIN)/python -m pytest --timeout 3600 tests/pairs tests/projects tests/callbacks/test_trained.py
 
@@ -54,16 +67,19 @@ lint: $(VENV)/test.stamp
 	$(BIN)/mypy
 
 docs: $(VENV)/docs.stamp
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -a -q -b html docs docs/_build/html
 
-bench: $(VENV)/test.stamp $(VENV)/docs.stamp
+bench: $(VENV)/test.stamp
 	$(BIN)/python -m benchmarks
 
-bench-quick: $(VENV)/test.stamp $(VENV)/docs.stamp
+bench-quick: $(VENV)/test.stamp
 	$(BIN)/python -m benchmarks --quick
 
+bench-peers: $(VENV)/test.stamp $(VENV)-peers/peers.stamp
+	$(BIN)/python -m benchmarks --only peers --keep
+
 clean:
-	rm -rf $(VENV) $(VENV)-floor $(VENV)-newest docs/_build build *.egg-info
+	rm -rf $(VENV) $(VENV)-floor $(VENV)-newest $(VENV)-peers docs/_build build *.egg-info
 
 # One environment; the constraints pin every version, torch first: it decides the others.
 $(VENV)/base.stamp: setup.py constraints.txt
@@ -74,6 +90,16 @@ $(VENV)/base.stamp: setup.py constraints.txt
 
 $(VENV)/%.stamp: $(VENV)/base.stamp
 	$(PIP) install --no-build-isolation -c constraints.txt -e '.[$*]'
+	touch $@
+
+# What the package is compared with, and the package; torch first, by the constraints, or its peers
+# would bring another one.
+$(VENV)-peers/peers.stamp: setup.py constraints.txt benchmarks/peers_requirements.txt
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/pip install -q -c constraints.txt setuptools wheel
+	$(VENV)-peers/bin/pip install -q -c constraints.txt torch
+	$(VENV)-peers/bin/pip install -q -c constraints.txt -r benchmarks/peers_requirements.txt
+	$(VENV)-peers/bin/pip install -q --no-build-isolation -c constraints.txt -e .
 	touch $@
 
 # The floor: the lower bounds of Python and torch. The pinned versions are for newer Pythons.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +20,11 @@ pytest_plugins = ["tests.concurrency"]
 
 #: Cheap ones first, so that a simple mistake is found at once.
 _ORDER = (
-    "data", "metrics", "group", "gradients", "transports", "checkpoints", "callbacks", "tests",
-    "launch", "commands", "projects", "pairs", "faults", "slurm", "gpu",
+    "data", "metrics", "group", "scale", "gradients", "transports", "checkpoints", "fuzz",
+    "callbacks", "tests", "slurm", "launch", "commands", "projects", "pairs", "faults", "gpu",
 )  # fmt: skip
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
+_shared_before = pytest.StashKey[set[str]]()
 _GRACE_SECONDS = 15.0
 _SEGMENTS = ("torchbearer_ddp", "torch_", "sem.", "psm_")
 _VARIABLES = (
@@ -36,22 +39,54 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Shares out files, whose tests use the same ranks; all tests of Slurm use one cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "tests/slurm" if path.startswith("tests/slurm/") else path
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _ORDER.index(item.path.parent.name))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nothing_stays_behind() -> Iterator[None]:
-    """After the last test no process and no shared memory of the run is left."""
+def _no_process_stays_behind() -> Iterator[None]:
+    """After the last test no process of the run is left."""
     os.environ[_MARK] = uuid.uuid4().hex
-    shared = _shared_memory()
+    if "tests.ranks" in sys.modules:
+        # Here, where Python finds these tests: packages have folders of that name too, and before
+        # Python 3.11 the server looks in the folder in which a test happens to start it.
+        forkserver.ensure_running()
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
     while (left := _left_behind(os.environ[_MARK])) and time.monotonic() < deadline:
         time.sleep(0.1)
     del os.environ[_MARK]
     assert not left, f"processes are left behind: {left}"
-    while (new := _unused(_shared_memory() - shared)) and time.monotonic() < deadline:
+
+
+def _shares_tests(config: pytest.Config) -> bool:
+    """True in a process that runs some of the tests for another one."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_shared_before] = _shared_memory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the last test no shared memory is left; what runs beside this one may have some."""
+    if _shares_tests(session.config):
+        return
+    new, deadline = _shared_memory() - session.stash[_shared_before], time.monotonic()
+    while (new := _unused(new & _shared_memory())) and time.monotonic() < deadline + _GRACE_SECONDS:
         time.sleep(0.1)
     assert not new, f"shared memory is left behind: {new}"
 

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.ranks import _context
+from tests.ranks import Process, _context
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import rendezvous
 from torchbearer_ddp.group.join import join
@@ -31,7 +31,7 @@ def run_script(path: Path, *arguments: str, timeout: float = 120.0) -> tuple[int
         The exit code, None if it was still running, and what the script printed.
     """
     with tempfile.TemporaryFile("w+") as output:
-        process = _context.Process(
+        process = Process(
             target=_script_main, args=(path, arguments, reduction.DupFd(output.fileno()))
         )
         process.start()
@@ -70,7 +70,7 @@ class Killable:
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             member = Member(rank, world_size, rank, world_size, timeout=30, seed=0)
-            process = _context.Process(
+            process = Process(
                 target=_killable_main, args=(payload, member, self._store.port, sender)
             )
             process.start()

@@ -35,6 +35,16 @@ class Host:
         words = ("link", "set", "dev", self.port, "isolated", "on")
         _run("bridge", "-n", self.switch, *words)
 
+    def refuse(self, other: Host) -> None:
+        """Drops what would open a connection from another host here, and answers nothing.
+
+        Connections from here to the other host work, as through a firewall.
+        """
+        drop = f"ip saddr {other.address} tcp flags & (syn | ack) == syn drop"
+        chain = f"type filter hook input priority 0; {drop};"
+        rules = f"table inet doors {{ chain arriving {{ {chain} }}; }}\n"
+        _run(*self.command, "nft", "-f", "-", text=rules)
+
     def limit(self, rate: str) -> None:
         """Lets this host send no faster than a rate, such as ``8mbit``."""
         shape = ("tbf", "rate", rate, "burst", "32kb", "latency", "200ms")
@@ -86,6 +96,6 @@ def _ip(*words: str) -> None:
     _run("ip", *words)
 
 
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
+def _run(*words: str, text: str | None = None) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, input=text)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"

@@ -18,9 +18,11 @@ import functools
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import popen_forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -37,6 +39,26 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch._dynamo", "torchbearer", "torchbearer_ddp", "tests.ranks", "tests.programs"]
 )
+
+
+class _ExitCode(popen_forkserver.Popen):
+    """The end of a process, for threads: each start polls all others, and it can be read once."""
+
+    _reading = threading.Lock()
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG:
+            wait([self.sentinel])
+        with self._reading:
+            return super().poll()
+
+
+class Process(_context.Process):
+    """A forked process that one thread may wait for while others start theirs."""
+
+    _Popen = staticmethod(_ExitCode)
+
+
 #: How long the others may take after one has failed, and a rank to end after its result.
 _GRACE_SECONDS = 20.0
 
@@ -88,7 +110,7 @@ def run_ranks(
             seed=seed,
             backend=backend,
         )
-        process = _context.Process(
+        process = Process(
             target=_rank_main, args=(payload, member, store.port, sender), name=f"rank {rank}"
         )
         process.start()
@@ -190,7 +212,7 @@ class RankPool:
                 timeout=self._group_timeout,
                 seed=0,
             )
-            process = _context.Process(
+            process = Process(
                 target=_serve, args=(member, self._store.port, theirs), name=f"rank {rank}"
             )
             process.start()

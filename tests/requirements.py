@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -30,6 +31,12 @@ def unavailable(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def needs_package(name: str) -> None:
+    """Skips where a package is not installed."""
+    if importlib.util.find_spec(name) is None:
+        unavailable(f"no {name} here; pip install -c constraints.txt '.[test]' brings it")
+
+
 def needs_slurm() -> None:
     """Skips where Slurm's programs are not installed."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -54,6 +61,23 @@ def needs_network_namespaces() -> None:
     if made.returncode != 0:
         unavailable(f"no network namespaces here ({made.stderr.strip()}); allow CAP_SYS_ADMIN")
     subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def needs_firewall() -> None:
+    """Skips where no rules can be made that drop packets between hosts."""
+    if shutil.which("nft", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
+        unavailable(
+            "no nft command here; on Debian: apt-get install --no-install-recommends nftables"
+        )
+
+
+def needs_browser() -> None:
+    """Skips where the documentation cannot be built or looked at."""
+    for name in ("sphinx", "furo", "sphinx_copybutton"):
+        if importlib.util.find_spec(name) is None:
+            unavailable(f"no {name} here; make docs brings it")
+    if shutil.which("chromium") is None:
+        unavailable("no chromium here; on Debian: apt-get install --no-install-recommends chromium")
 
 
 def gpu_tests_on(ranks: int = 2) -> str:

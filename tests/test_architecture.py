@@ -26,6 +26,7 @@ ROWS = (
     ("metrics",),
     ("data",),
     ("group",),
+    ("checked",),
     ("errors", "log", "version"),
 )
 HEIGHT = {layer: -number for number, row in enumerate(ROWS) for layer in row}
@@ -37,6 +38,8 @@ IN_FUNCTIONS = (
     ("commands/export.py", "safetensors", "it is optional"),
     ("__init__.py", "torchbearer_ddp.callbacks.tensorboard", "it loads tensorboardX"),
     ("callbacks/tensorboard.py", "torch.utils.tensorboard", "it needs the tensorboard package"),
+    ("callbacks/bars.py", "tqdm.notebook", "it loads ipywidgets"),
+    ("launch/notebook.py", "tqdm.notebook", "it loads ipywidgets"),
 )
 #: Where torch.distributed may be used.
 TALKERS = ("group/", "gradients/transports/")

@@ -20,6 +20,7 @@ import torch
 import torchbearer_ddp
 from tests.forked import run_script
 from tests.processes import free_port
+from torchbearer_ddp.gradients import header
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchbearer_ddp"
@@ -91,9 +92,19 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
         assert result.returncode == 0, f"{page.name} on 2 ranks\n{result.stdout}\n{result.stderr}"
 
 
+@pytest.mark.concurrent
+def test_both_first_commands_of_the_readme_train(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(program_of(ROOT / "README.rst"))
+    for words in ([], ["--nproc-per-node", "2"]):
+        result = run([sys.executable, "script.py", *words], tmp_path)
+        assert result.returncode == 0, result.stderr
+        for epoch in range(3):
+            assert f"{epoch}/3(t): 100%" in result.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_snippets_compile(page: Path) -> None:
-    for block in blocks(page, "testsetup::", "code-block:: python"):
+    for block in blocks(page, "testsetup::", "code-block:: python", "code-block:: py3"):
         ast.parse(block)
 
 
@@ -264,9 +275,56 @@ def test_files_that_pages_include_exist() -> None:
 
 def test_the_picture_of_the_layers_is_that_of_the_source() -> None:
     picture = runpy.run_path(str(ROOT / "docs" / "layers_picture.py"))
+    for name in picture["COLOURS"]:
+        drawn = (picture["FOLDER"] / name).read_text()
+        assert drawn == picture["draw"](name), "run python docs/layers_picture.py"
+        assert "hierarchical" in drawn  # a file in the innermost folder
+
+
+def test_the_picture_of_a_proof_is_the_same_in_both_colours() -> None:
+    picture = runpy.run_path(str(ROOT / "docs" / "prove_picture.py"))
+    assert picture["program"]().strip() == program_of(ROOT / "docs" / "prove.rst").strip()
+    light, dark = ((picture["FOLDER"] / name).read_text() for name in picture["COLOURS"])
+    for colour, other in zip(*picture["COLOURS"].values(), strict=True):
+        dark = dark.replace(other, colour)
+    assert dark == light, "run python docs/prove_picture.py"
+    assert light.count("<circle") == 20
+
+
+def test_the_picture_of_a_terminal_is_of_the_first_page() -> None:
+    picture = runpy.run_path(str(ROOT / "docs" / "terminal_picture.py"))
+    assert picture["program"]().strip() == program_of(ROOT / "docs" / "index.rst").strip()
     drawn = picture["PICTURE"].read_text()
-    assert drawn == picture["draw"](), "run python docs/layers_picture.py"
-    assert "hierarchical" in drawn  # a file in the innermost folder
+    shown = re.findall(r"<text .*?>(.*)</text>", drawn)
+    assert shown[0] == f"$ {picture['COMMAND']}"
+    assert drawn == picture["draw"]("\n".join(shown[1:])), "run python docs/terminal_picture.py"
+    assert any(line.startswith("2/3(t): 100%") for line in shown)
+
+
+def test_the_numbers_of_the_first_page_are_measured() -> None:
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    figures = (ROOT / "docs" / "benchmarks" / "figures.rst").read_text()
+    numbers = settings["measured"]()
+    page = (ROOT / "docs" / "index.rst").read_text()
+    assert all(f"|{name}|" in page for name in numbers)
+    assert f"**{numbers['ratio_trial']}**" in figures
+    assert f'"{numbers["ratio_hosts"]}"' in figures
+
+
+def test_pages_link_to_the_repository_once_its_address_is_known() -> None:
+    link = runpy.run_path(str(ROOT / "docs" / "conf.py"))["repository_link"]
+    assert link("setup(\n    name='x',\n)") == {}
+    found = link('setup(\n    url="https://example.org/x",\n)')["footer_icons"]
+    assert [each["url"] for each in found] == ["https://example.org/x"]
+
+
+def test_figures_and_pictures_are_of_the_stored_results() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "benchmark_pictures.py"))
+    files = script["files"]()
+    assert {*files, "results.json"} == {each.name for each in script["FOLDER"].iterdir()}
+    for name, text in files.items():
+        kept = (script["FOLDER"] / name).read_text()
+        assert kept == text, f"{name}: run python docs/benchmark_pictures.py"
 
 
 def test_files_that_the_design_page_names_exist() -> None:
@@ -279,6 +337,15 @@ def test_files_that_the_design_page_names_exist() -> None:
         assert not folder or (ROOT / folder).is_dir() or (PACKAGE / folder / name).is_file()
 
 
+def test_the_table_of_the_header_is_that_of_the_source() -> None:
+    text = (ROOT / "docs" / "design.rst").read_text()
+    rows = re.findall(r"\* - (\d+) to (\d+)\n +- ``(\w+)``", text)
+    assert [name for _, _, name in rows] == list(header._NAMES)
+    size = 4 * header.Header.size(world_size=1, parameters=0)
+    assert [(int(a), int(b)) for a, b, _ in rows] == [(n, n + 3) for n in range(0, size, 4)]
+    assert f"a row takes {size} bytes" in text
+
+
 # Messages: each that the package can print has an entry in docs/troubleshooting.rst.
 
 #: Calls whose first argument is a message; errors are found by their ``raise`` as well.
@@ -289,6 +356,7 @@ _SAY = (
 #: Never seen by a user: for Python's own machinery, or turned into another message.
 _INTERNAL = (
     "not implemented on", "sem_init failed", "unreachable", "Permission denied", "has no attribute",
+    "scontrol shows no JobState",
 )  # fmt: skip
 _HOLE = "\0"
 

@@ -17,10 +17,11 @@ def test_a_name_that_is_not_there_is_named():
         torchbearer_ddp.Tensorboard  # noqa: B018
 
 
-def test_tensorboardx_is_imported_on_first_use():
+def test_tensorboardx_and_submitit_are_imported_on_first_use():
+    """Nor does what a rank runs besides need them."""
     program = (
-        "import sys, torchbearer_ddp\n"
-        "assert 'tensorboardX' not in sys.modules\n"
+        "import sys, torchbearer_ddp, torchbearer_ddp.launch.fork_server\n"
+        "assert not {'tensorboardX', 'submitit'} & set(sys.modules)\n"
         "torchbearer_ddp.TensorBoard\n"
         "assert 'tensorboardX' in sys.modules\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class Case:
         sizes: The samples of each batch by rank; by default four in each.
         overflow: The steps at which the last rank's batch overflows.
         adam: True for Adam instead of SGD with momentum.
+        factor: Of a parameter that autocast does not round: the size of its gradient.
+        compress: The dtype in which gradients travel.
         options: Of SyncGradients.
     """
 
@@ -46,6 +49,8 @@ class Case:
     sizes: Sequence[Sequence[int]] | None = None
     overflow: Sequence[int] = ()
     adam: bool = False
+    factor: float = 0.0
+    compress: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def callback(self) -> MixedPrecision:
@@ -56,7 +61,13 @@ class Case:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.adam:
             return torch.optim.Adam(model.parameters(), 0.01)
-        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        groups = [
+            {"params": [p], "lr": 0.1 / self.factor**2}
+            if name.endswith("shift")
+            else {"params": [p]}
+            for name, p in model.named_parameters()
+        ]
+        return torch.optim.SGD(groups, 0.1, momentum=0.5)
 
 
 STEPS = 7
@@ -81,10 +92,23 @@ CASES = {
 }
 
 
-def network(device: Any = "cpu") -> nn.Module:
+class Shift(nn.Module):
+    """Adds a parameter that stays in single precision, also under autocast."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() + self.factor * self.shift
+
+
+def network(device: Any = "cpu", factor: float = 0.0) -> nn.Module:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)]
+    return nn.Sequential(*layers, *([Shift(factor)] if factor else [])).to(device)
 
 
 def batches(case: Case, rank: int, world_size: int) -> list[Batch]:
@@ -109,13 +133,13 @@ class Outcome:
 
 def train(case: Case, epochs: int = 1, device: Any = "cpu", *more: Any) -> Outcome:
     """Trains on this rank with our callbacks; the one that clips comes first in the list."""
-    model = network(device)
+    model = network(device, case.factor)
     clipping = GradientNormClipping if case.norm else GradientClipping
     # A list: torchbearer's own filter would be exhausted after the first step.
     own = list(model.parameters())
     clip = [] if case.clip is None else [clipping(case.clip, params=own)]
     precision = case.callback()
-    gradients = SyncGradients(accumulate=case.accumulate, **case.options)
+    gradients = SyncGradients(accumulate=case.accumulate, compress=case.compress, **case.options)
     trial = Trial(
         model,
         case.optimizer(model),
@@ -138,9 +162,10 @@ def by_hand(case: Case, world_size: int, epochs: int = 1, device: Any = "cpu") -
     """The same in one process, with torch's autocast and GradScaler alone.
 
     The gradient of each rank's batch is computed for itself, as rounding in half precision depends
-    on it; their mean, weighted by samples, is what the step uses.
+    on it; their mean, weighted by samples, is what the step uses. Each rank's part of the mean is
+    rounded as it travels.
     """
-    model = network(device)
+    model = network(device, case.factor)
     optimizer = case.optimizer(model)
     kind = torch.device(device).type
     scaler = torch.amp.GradScaler(
@@ -152,7 +177,7 @@ def by_hand(case: Case, world_size: int, epochs: int = 1, device: Any = "cpu") -
     data = [batches(case, rank, world_size) for rank in range(world_size)]
     skipped, losses = 0, []
     for _ in range(epochs):
-        held = _Mean()
+        held = _Mean(case.compress)
         epoch_losses = []
         for step in range(STEPS):
             shown = _Mean()
@@ -168,7 +193,7 @@ def by_hand(case: Case, world_size: int, epochs: int = 1, device: Any = "cpu") -
                 continue
             for parameter, gradient in zip(model.parameters(), held.value(), strict=True):
                 parameter.grad = gradient
-            held = _Mean()
+            held = _Mean(case.compress)
             before = scaler.get_scale()
             scaler.unscale_(optimizer)
             if case.clip is not None:
@@ -188,20 +213,38 @@ def _clip(case: Case, model: nn.Module) -> None:
 
 
 class _Mean:
-    """A mean weighted by samples, in the way that ranks form it: each part times its weight."""
+    """A mean weighted by samples, in the way that ranks form it: each part times its weight.
 
-    def __init__(self) -> None:
-        self._sums: list[torch.Tensor] = []
-        self._samples = 0
+    Args:
+        wire: The dtype in which parts travel to be added.
+    """
+
+    def __init__(self, wire: str | None = None) -> None:
+        self._wire = wire
+        self._parts: list[tuple[list[torch.Tensor], int]] = []
 
     def add(self, values: Sequence[Any], samples: int) -> None:
-        parts = [value.clone() * samples for value in values]
-        pairs = zip(self._sums, parts, strict=True) if self._sums else ()
-        self._sums = [a + b for a, b in pairs] or parts
-        self._samples += samples
+        self._parts.append(([value.clone() for value in values], samples))
 
     def value(self) -> list[torch.Tensor]:
-        return [each / self._samples for each in self._sums]
+        total = sum(samples for _, samples in self._parts)
+        columns = zip(*(values for values, _ in self._parts), strict=True)
+        if self._wire is None:
+            weights = [samples for _, samples in self._parts]
+            return [_sum(column, weights) / total for column in columns]
+        weights = [samples / total for _, samples in self._parts]
+        half = DTYPES[self._wire]
+        sums = [_sum(column, weights, half) for column in columns]
+        # Two ranks send each other all that they have; more send their sums too.
+        return sums if len(weights) == 2 else [each.to(half).float() for each in sums]
+
+
+def _sum(
+    values: Sequence[torch.Tensor], weights: Sequence[float], half: torch.dtype | None = None
+) -> torch.Tensor:
+    parts = [value * weight for value, weight in zip(values, weights, strict=True)]
+    rounded = parts if half is None else [part.to(half).float() for part in parts]
+    return functools.reduce(torch.add, rounded)
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:

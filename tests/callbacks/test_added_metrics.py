@@ -17,6 +17,7 @@ from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
 from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
+from torchbearer_ddp.errors import DesyncError, DistributedError
 from torchbearer_ddp.group import collectives
 
 CONFUSION = torchbearer.state_key("confusion")
@@ -112,7 +113,7 @@ def test_a_callback_that_adds_metrics_on_rank_zero_alone_is_refused(pool):
         use_pycm()
         trial = make_trial(["loss"], RankZeroOnly(PyCM().on_val()))
         with pytest.raises(
-            collectives.DesyncError, match=r"metric pycm \(EpochLambda\) is on rank 0 but not on"
+            DesyncError, match=r"metric pycm \(EpochLambda\) is on rank 0 but not on"
         ) as caught:
             one_epoch(trial)
         assert "without RankZeroOnly" in str(caught.value)
@@ -124,9 +125,7 @@ def test_a_metric_of_one_rank_is_named_where_the_others_have_none(pool):
     def body():
         trial = make_trial(["loss"] if collectives.rank() == 1 else [])
         trial.with_val_generator(DataLoader(data(), batch_size=4))
-        with pytest.raises(
-            collectives.DesyncError, match=r"metric loss .Mean. is on rank 1 but not on rank 0"
-        ):
+        with pytest.raises(DesyncError, match=r"metric loss .Mean. is on rank 1 but not on rank 0"):
             trial.evaluate()
         trial = make_trial(["loss", "epoch"] if collectives.rank() == 1 else ["epoch", "loss"])
         trial.with_val_generator(DataLoader(data(), batch_size=4))
@@ -251,7 +250,7 @@ def test_a_declaration_that_is_wrong_is_named_on_every_rank(pool, pooling, messa
             metric.metric.pooling = pooling
         trial = make_trial([metric])
         trial.with_val_generator(DataLoader(data(), batch_size=4))
-        with pytest.raises((ValueError, collectives.DistributedError), match=message):
+        with pytest.raises((ValueError, DistributedError), match=message):
             trial.evaluate()
         metric.metric.pooling = F1("").metric.pooling
         assert trial.evaluate()["val_f1"] > 0  # the ranks are still in step
@@ -281,7 +280,7 @@ def test_a_final_value_that_raises_on_one_rank_raises_on_all(pool, make):
     def body():
         trial = make_trial([make(), "loss"])
         trial.with_val_generator(DataLoader(data(), batch_size=4))
-        with pytest.raises((RuntimeError, collectives.DistributedError), match="no value on this"):
+        with pytest.raises((RuntimeError, DistributedError), match="no value on this"):
             trial.evaluate()
         return collectives.all_gather(collectives.rank(), "still in step")
 

@@ -144,7 +144,7 @@ class Widget:
 
 
 def test_a_notebook_draws_the_bars_of_its_ranks(linked, monkeypatch):
-    monkeypatch.setattr(notebook.tqdm_notebook, "tqdm", Widget)
+    monkeypatch.setattr(notebook, "bar_class", lambda: Widget)
     Widget.made.clear()
     monkeypatch.setattr(bars.LauncherBar, "interval", 0.0)
     drawing = notebook.NotebookBars()

@@ -221,8 +221,13 @@ def test_resume_true_false_and_a_path(tmp_path, caplog):
     with pytest.raises(CheckpointError, match=r"resume=False .* epoch-0002\.pt"):
         train(tmp_path, resume=False)
     assert_same(train(tmp_path, epochs=2, resume=True), expected)
+    done = f"all 2 epochs are done ({tmp_path / 'epoch-0002.pt'}), nothing to train"
+    assert caplog.text.count(done) == 1
+    assert "continuing" not in caplog.text  # nothing that looks like training
+    train(tmp_path, epochs=3, resume=True)
     assert caplog.text.count("continuing from") == 1
     assert "to start afresh" in caplog.text
+    assert caplog.text.count("nothing to train") == 1
     # From the first epoch's file into another folder; and a file that is not there.
     first = tmp_path / "epoch-0001.pt"
     assert_same(train(tmp_path / "other", epochs=2, resume=first), expected)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -325,7 +326,10 @@ def test_lbfgs_decides_alike_on_every_rank():
         return state[torchbearer.LOSS]
 
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=7)
-    train(model, sync(), optimizer=optimizer, closure=closure, steps=4)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        train(model, sync(), optimizer=optimizer, closure=closure, steps=4)
+    assert not [each for each in shown if "requires_grad" in str(each.message)]
     assert_replicas_equal(model)
 
 
@@ -672,7 +676,7 @@ def test_a_gradient_is_in_its_bucket_before_the_next_appears():
 
 
 @on_two_ranks
-def test_shared_memory_is_released_at_the_end_of_a_run():
+def test_shared_memory_is_kept_for_the_next_run_and_released_with_the_trial():
     gc.collect()  # tests before this one may have failed runs to collect
     mapped = []
 
@@ -681,8 +685,11 @@ def test_shared_memory_is_released_at_the_end_of_a_run():
         mapped.append(proc.maps("torchbearer_ddp"))
 
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)], nn.Linear(6, 2))
-    train(model, [*sync(transport="shm", bucket_mb=1e-4), look])
+    trial = train(model, [*sync(transport="shm", bucket_mb=1e-4), look])
     assert mapped == [True] * 3
+    assert proc.maps("torchbearer_ddp")
+    del trial
+    gc.collect()
     assert not proc.maps("torchbearer_ddp")
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -773,8 +780,8 @@ def test_half_precision_on_the_wire(half):
 
 
 def test_options_that_do_not_exist_are_named():
-    with pytest.raises(ValueError, match=r"compress is 'int8'.*'bf16', 'fp16'"):
-        SyncGradients(compress="int8")
+    with pytest.raises(ValueError, match=r"compress is 'int4'.*'bf16', 'fp16', 'int8'"):
+        SyncGradients(compress="int4")
     with pytest.raises(ValueError, match="accumulate is 0"):
         SyncGradients(accumulate=0)
     with pytest.raises(ValueError, match="bucket_mb is -1"):

@@ -23,6 +23,7 @@ from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
 from torchbearer_ddp.group import collectives
+from torchbearer_ddp.metrics.pooled_list import PooledMetricList
 
 
 def data(count, classes=3):
@@ -297,3 +298,19 @@ def test_without_a_group_the_trial_is_untouched():
     trial = make_trial(["loss"])
     assert type(trial.state[torchbearer.METRIC_LIST]) is metrics.MetricList
     assert trial.verbose == 2
+
+
+@ranks(2)
+def test_only_some_ranks_can_add_up_their_batches():
+    mine = [torch.tensor([2.0, 3.0]), torch.tensor([0.1, 0.7])][collectives.rank()]
+    state = torchbearer.State()
+    state.update({torchbearer.X: torch.zeros(4, 2), torchbearer.Y_TRUE: torch.zeros(4)})
+    values = mean(metrics.lambda_metric("values")(lambda y_pred, y_true: y_pred))
+    pooled = PooledMetricList.over(metrics.MetricList([values]))
+    pooled.eval()
+    pooled.reset(state)
+    for value in mine:
+        state[torchbearer.Y_PRED] = value
+        pooled.process(state)
+    single = ((torch.tensor(2.0) + 0.1) + 3.0) + 0.7
+    assert pooled.process_final(state) == {"val_values": (single / 4).item()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 
 import cloudpickle
@@ -11,6 +12,7 @@ import torch
 import torchbearer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torchbearer import Trial
 from torchbearer.bases import base_closure
 from torchbearer.callbacks import Callback, on_backward, on_criterion, on_sample, on_step_training
@@ -25,14 +27,17 @@ from tests.stand_ins import nccl
 from torchbearer_ddp import (
     Checkpoint,
     DesyncError,
+    Int8State,
     MixedPrecision,
     SyncGradients,
     SyncModel,
     TensorBoard,
     data_parallel,
+    int8_hook,
 )
 from torchbearer_ddp.group import collectives
 
+POWERSGD = PowerSGDState(None)
 #: So large that the first steps are skipped.
 CALIBRATING = {"init_scale": half_precision.CALIBRATING, "growth_interval": 3}
 
@@ -94,22 +99,54 @@ def test_ranks_on_a_stand_in_for_nccl():
         assert_by_hand(pool, 2, option(nccl.NAME))
 
 
+#: Gradients that single precision holds and fp16 does not, before the scale has become smaller.
+LARGE = 3e2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("compress", ["bf16", "fp16"])
-def test_compressed_gradients_overflow_on_all_ranks(two_ranks, compress):
-    """What half precision cannot carry is an infinity for every rank."""
-    case = Case(
-        init_scale=2.0**24, options={"transport": "gloo", "compress": compress}, overflow=(5,)
-    )
-    found = two_ranks.run(half_precision.train, (case, 2))
+def test_compressed_gradients_are_a_loop_by_hand(two_ranks, compress, dtype):
+    """What the wire cannot carry is an infinity for every rank, and one more step is skipped."""
+    case = Case(dtype, init_scale=2.0**14, factor=LARGE, compress=compress)
+    case = dataclasses.replace(case, options={"transport": "gloo", "bucket_mb": 1e-4})
+    everyone = two_ranks.run(half_precision.train, (case, 2))
     expected = by_hand(case, 2, 2)
-    assert found[0].skipped >= max(1, expected.skipped)
-    assert (found[0].scale, found[0].skipped) == (found[1].scale, found[1].skipped)
-    for ours, other, hand in zip(
-        found[0].parameters, found[1].parameters, expected.parameters, strict=True
-    ):
-        assert torch.equal(ours, other)
-        if found[0].skipped == expected.skipped:
-            assert torch.allclose(ours, hand, atol=0.02)
+    for found in everyone:
+        assert_same(found, expected)
+        for ours, other in zip(found.parameters, everyone[0].parameters, strict=True):
+            assert torch.equal(ours, other)
+    if dtype == "fp16":
+        plain = by_hand(dataclasses.replace(case, compress=None), 2, 2)
+        assert (expected.skipped > plain.skipped) == (compress == "fp16")
+
+
+def residual_options(which):
+    if which == "hook":
+        return {"hook": int8_hook, "hook_state": Int8State()}
+    return {"compress": which, "error_feedback": True, "transport": "gloo"}
+
+
+def trained_with_residuals(which, growth_interval):
+    model = network()
+    precision = MixedPrecision("fp16", init_scale=2.0**6, growth_interval=growth_interval)
+    Trial(
+        model,
+        torch.optim.SGD(model.parameters(), 1e-2),
+        nn.MSELoss(),
+        callbacks=[SyncModel(), SyncGradients(**residual_options(which)), precision],
+        verbose=0,
+    ).with_train_generator(batches(Case(), collectives.rank(), 2)).run(1)
+    return precision.loss_scale, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("which", ["int8", "bf16", "hook"])
+def test_what_rounding_has_lost_follows_the_scale(two_ranks, which):
+    """A power of two changes no digit, so neither does a scale that grows with each step."""
+    (fixed, expected), _ = two_ranks.run(trained_with_residuals, (which, 1000))
+    (grown, found), _ = two_ranks.run(trained_with_residuals, (which, 1))
+    assert grown > fixed
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-7)
 
 
 # The kind of the loss, which is found by evaluating the criterion.
@@ -464,6 +501,10 @@ def test_what_ranks_must_have_in_common(two_ranks):
         dtype = "fp16" if collectives.rank() else "bf16"
         with pytest.raises(DesyncError, match="dtype of MixedPrecision"):
             one_trial(SyncModel(), SyncGradients(), MixedPrecision(dtype), model=model).run(1)
+        for told in ({"compress": "powersgd"}, {"hook": powerSGD_hook, "hook_state": POWERSGD}):
+            callbacks = SyncModel(), SyncGradients(**told), MixedPrecision("fp16")
+            with pytest.raises(ValueError, match=r"PowerSGD adds what a step has lost to the next"):
+                one_trial(*callbacks, model=model).run(1)
         callbacks = SyncModel(), SyncGradients(skip=[model[0]]), MixedPrecision("fp16")
         with pytest.raises(ValueError, match=r"skips a step on all ranks or on none"):
             one_trial(*callbacks, model=model).run(1)

@@ -15,7 +15,7 @@ from tests.ranks import ranks
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.errors import DesyncError
-from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group import collectives, layouts
 
 
 def network():
@@ -83,6 +83,48 @@ def test_weights_loaded_on_rank_zero_alone_reach_all_ranks():
     assert_equal(everybodys(model))
     steps = [int(s["step"]) for s in trial.state[torchbearer.OPTIMIZER].state.values()]
     assert steps == [8] * len(steps)  # 2 epochs of 2 steps on rank zero, then one of 4 together
+
+
+def convolution(channels_last):
+    """A Trial whose optimizer reads memory in the order of the parameters."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=True)
+    callbacks = [SyncModel(), SyncGradients()]
+    trial = Trial(model, optimizer, nn.functional.mse_loss, callbacks=callbacks, verbose=0)
+    x, y = torch.randn(8, 2, 5, 5), torch.randn(8, 3, 3, 3)
+    return trial.with_train_data(x, y, batch_size=4, num_workers=0), model, optimizer
+
+
+@ranks(2)
+def test_an_optimizer_s_state_of_rank_zero_gets_the_strides_of_the_parameters():
+    """Other strides would be other numbers for fused Adam."""
+    trial, model, optimizer = convolution(channels_last=True)
+    if collectives.is_rank_zero():  # a state that only rank zero has loaded, from an old file
+        with contextlib.redirect_stderr(io.StringIO()):
+            model(torch.randn(2, 2, 5, 5)).square().sum().backward()
+            optimizer.step()
+        held = optimizer.state[model.weight]
+        sent = optimizer.state_dict()
+        sent["state"][0] = {**held, "exp_avg": held["exp_avg"].contiguous()}
+        layouts.load_optimizer(optimizer, sent)
+        optimizer.state_dict = lambda: sent
+    trial.run(2)
+    assert_equal(everybodys(model))
+    held = optimizer.state[model.weight]
+    assert held["exp_avg"].stride() == held["exp_avg_sq"].stride() == model.weight.stride()
+    averages = collectives.all_gather(held["exp_avg"].contiguous(), "the averages")
+    assert torch.equal(*averages)
+
+
+@ranks(2)
+def test_another_memory_format_on_one_rank_is_named():
+    trial, _, _ = convolution(channels_last=collectives.rank() == 1)
+    found = r"weight .*: \(3, 2, 3, 3\), .* rank 0; .* with strides \(18, 1, 6, 2\), .* rank 1"
+    with pytest.raises(DesyncError, match=f"{found}.*memory format"):
+        trial.run(1)
 
 
 @ranks(2)

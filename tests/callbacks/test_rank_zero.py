@@ -218,7 +218,6 @@ def test_a_state_that_cannot_be_loaded_is_an_error_of_all_ranks(tmp_path):
     """Rank zero alone has the callback; the other would wait for it at the next exchange."""
     trial_with(RankZeroOnly(lambda: Recorder()), Checkpoint(tmp_path)).run(1)
     again = trial_with(RankZeroOnly(unreadable), Checkpoint(tmp_path))
-    with pytest.raises((KeyError, DistributedError), match="a count of another kind") as caught:
+    with pytest.raises(DistributedError, match="a count of another kind"):
         again.run(2)
-    assert isinstance(caught.value, KeyError) == collectives.is_rank_zero()
     collectives.barrier("both are still in step")

@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+import types
 import zipfile
 import zlib
 from pathlib import Path
@@ -16,11 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchbearer_ddp.checkpoints import file, folder
+from torchbearer_ddp.checkpoints import contents, file, folder
 from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.checkpoints.folder import Folder
+from torchbearer_ddp.checkpoints.snapshot import Snapshot
 from torchbearer_ddp.checkpoints.writer import Writer, finish_writing
 from torchbearer_ddp.errors import CheckpointError
+from torchbearer_ddp.group import wire
+from torchbearer_ddp.group.plain_data import DEEPEST
 
 PAYLOAD = {"model": {"weight": torch.arange(1000.0)}, "history": [{"loss": 0.5}], "big": 2**100}
 
@@ -38,6 +43,44 @@ def test_what_is_written_is_read_and_loads_with_plain_torch(tmp_path):
         assert loaded["big"] == 2**100
     assert file.read_label(path) == Label(3, 2, 20)
     assert names(tmp_path) == {"a.pt"}
+
+
+def nested(depth, wrap):
+    value = wrap(None)
+    for _ in range(depth - 2):  # the dict of the test is one as well
+        value = wrap(value)
+    return value
+
+
+ODD_BUT_PLAIN = {
+    "empty": [b"", "", (), [], {}, set()],
+    "bytes": b"\0\xff",
+    "large": [2**2038, -(2**2038)],
+    "keys": {(1, (2,)): 3, None: 1, 2.5: 1, b"x": 1, b"": 2},
+    "texts": ["\udcff", "\0"],
+    "deep lists": nested(DEEPEST, lambda value: [value]),
+    "deep tuples": nested(DEEPEST, lambda value: (value,)),
+    "deep dicts": nested(DEEPEST, lambda value: {"a": value}),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_BUT_PLAIN)
+def test_what_can_be_saved_can_be_read(tmp_path, kind):
+    value = {"value": ODD_BUT_PLAIN[kind]}
+    file.write(tmp_path / "a.pt", Snapshot().copy(value, "checkpoint"), Label(1, 1, 1))
+    found = file.read(tmp_path / "a.pt")
+    assert found == value
+    assert wire.decode(wire.encode(contents.as_plain_data(found))) == value
+
+
+def test_what_could_not_be_read_is_refused_when_it_is_saved():
+    with pytest.raises(CheckpointError, match="2040 bits is larger than a checkpoint can hold"):
+        Snapshot().copy({"value": -(2**2039)}, "checkpoint")
+    itself = []
+    itself.append(itself)
+    for value in (itself, nested(DEEPEST + 1, lambda value: [value])):
+        with pytest.raises(CheckpointError, match=r"checkpoint holds .* Make it flatter"):
+            Snapshot().copy({"value": value}, "checkpoint")
 
 
 def test_modes_do_not_depend_on_the_umask(tmp_path):
@@ -169,10 +212,10 @@ def test_a_pickle_bomb_runs_nothing(tmp_path, monkeypatch, form):
     with pytest.raises(CheckpointError):
         file.read(path)
     with pytest.raises(CheckpointError, match="nothing in it was run"):
-        file.read(path, foreign=True)
+        file.read_foreign(path)
     assert not crater.exists()
     with contextlib.suppress(CheckpointError):
-        file.read(path, foreign=True, trust=True)  # it does go off where it is let
+        file.read_foreign(path, trust=True)  # it does go off where it is let
     assert crater.exists()
 
 
@@ -300,7 +343,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     assert other().returncode == 0
 
 
-def test_a_run_that_is_being_ended_is_waited_for(tmp_path):
+def test_a_run_that_is_being_ended_is_waited_for(tmp_path, monkeypatch):
     script = (
         "import os, sys, time; from pathlib import Path; from torchbearer_ddp.checkpoints.folder "
         "import Folder; Folder(Path(sys.argv[1])).open(); os.write(1, b'.'); time.sleep(60)"
@@ -308,11 +351,19 @@ def test_a_run_that_is_being_ended_is_waited_for(tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         assert other.stdout.read(1) == b"."
-        end = threading.Timer(0.3, other.kill)  # it ends while this run waits
-        end.start()
+        ended = []
+
+        def end_it(seconds):
+            """This run waits: now the other one ends."""
+            other.kill()
+            ended.append(other.wait(60))
+
+        clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=end_it)
+        monkeypatch.setattr(folder, "time", clock)
         run = Folder(tmp_path)
         run.open()
         run.close()
+    assert ended == [-9]
 
 
 def test_the_writer_keeps_an_error_until_it_is_taken():

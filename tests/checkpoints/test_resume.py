@@ -225,3 +225,40 @@ def test_a_run_that_continues_on_another_kind_of_device_is_told(tmp_path, change
     told = [str(w.message) for w in found if "saved by a run on the CPU" in str(w.message)]
     assert len(told) == changed
     assert all("continues on cuda" in text for text in told)
+
+
+def with_metrics(path, *names, **options):
+    as_a_new_process()
+    model = torch.nn.Linear(2, 1)
+    trial = torchbearer.Trial(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.nn.MSELoss(),
+        list(names),
+        callbacks=[*data_parallel(), Checkpoint(path, keep=None, **options)],
+        verbose=0,
+    )
+    data = TensorDataset(torch.ones(6, 2), torch.arange(6.0)[:, None])
+    return trial.with_train_generator(DataLoader(data, 2))
+
+
+def test_metrics_that_are_not_those_of_the_checkpoint_are_not_mixed_up(tmp_path):
+    with_metrics(tmp_path, "loss", "mse", every_steps=1).run(1)
+    (tmp_path / "epoch-0001.pt").unlink()
+    (tmp_path / "step-0000003.pt").unlink(missing_ok=True)
+    with pytest.warns(
+        UserWarning, match=r"The metrics are not those of .*step-0000002.pt \("
+    ) as said:
+        with_metrics(tmp_path, "mse", "loss", every_epochs=None).run(1)
+    assert len([each for each in said if "metrics" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_metrics(tmp_path, "loss", "mse", every_epochs=None).run(1)
+
+
+def test_other_metrics_where_no_step_of_the_epoch_is_left_are_refused(tmp_path):
+    with_metrics(tmp_path, "loss", every_steps=3, every_epochs=None).run(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match="no step of its epoch is left"):
+            with_metrics(tmp_path, "mse", "loss").run(1)

@@ -28,27 +28,38 @@ CASES = int(os.environ.get("TORCHBEARER_DDP_RESUMES", "6"))
 FIRST = int(os.environ.get("TORCHBEARER_DDP_FIRST_RESUME", "0"))
 
 
+class Counted(Noisy):
+    """Counts the items that this process reads outside of the data set."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        Counted.read += 1
+        return super().__getitem__(index)
+
+
 def generator():
     return torch.Generator().manual_seed(5)
 
 
 LOADERS = {
-    "shuffled": lambda: DataLoader(Noisy(), batch_size=3, shuffle=True),
-    "in order": lambda: DataLoader(Noisy(), batch_size=4),
+    "shuffled": lambda: DataLoader(Counted(), batch_size=3, shuffle=True),
+    "in order": lambda: DataLoader(Counted(), batch_size=4),
     "own generator": lambda: DataLoader(
-        Noisy(), batch_size=3, shuffle=True, generator=generator(), drop_last=True
+        Counted(), batch_size=3, shuffle=True, generator=generator(), drop_last=True
     ),
-    "uneven": lambda: DataLoader(Noisy(), batch_size=7, shuffle=True),
+    "uneven": lambda: DataLoader(Counted(), batch_size=7, shuffle=True),
     "weighted": lambda: DataLoader(
-        Noisy(),
+        Counted(),
         batch_size=3,
         sampler=WeightedRandomSampler(torch.arange(1.0, 25), 24, generator=generator()),
     ),
     "batches": lambda: DataLoader(
-        Noisy(), batch_sampler=BatchSampler(RandomSampler(Noisy(), generator=generator()), 4, False)
+        Counted(),
+        batch_sampler=BatchSampler(RandomSampler(Noisy(), generator=generator()), 4, False),
     ),
     "workers": lambda: DataLoader(
-        Noisy(), batch_size=6, shuffle=True, num_workers=1, multiprocessing_context="fork"
+        Counted(), batch_size=6, shuffle=True, num_workers=1, multiprocessing_context="fork"
     ),
 }
 #: Steps of an epoch: as many as there are batches, fewer, or so many that the loader starts over.
@@ -113,9 +124,18 @@ class Case:
 
     def run(self, *callbacks):
         stopping = [EarlyStopping("loss", min_delta=9.0, patience=1)] if self.stops_early else []
-        trial = build(*stopping, *callbacks, accumulate=self.accumulate)
+        trained = []
+
+        @on_sample
+        def count(state):
+            trained.append(len(state[torchbearer.X]))
+
+        Counted.read = 0
+        trial = build(*stopping, count, *callbacks, accumulate=self.accumulate)
         trial.with_train_generator(LOADERS[self.loader](), steps=self.steps)
         noted = SCRIPTS[self.script](trial)
+        # Whatever was interrupted: only what this process trains on is read by it.
+        assert Counted.read == (0 if self.loader == "workers" else sum(trained))
         return {**outcome(trial), "noted": noted}
 
     def check(self, folder):

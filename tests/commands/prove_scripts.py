@@ -206,4 +206,11 @@ CORRECT = {
     "two_runs": script(run="trial.run(1)\ntrial.run(3)\ntrial.evaluate()"),
     "steps_given": script(run="trial.for_train_steps(5).for_val_steps(3).run(4)"),
     "unseeded": script(seed=""),
+    "bf16": script(
+        imports="from torchbearer_ddp import MixedPrecision", callbacks="MixedPrecision('bf16'), "
+    ),
+    "fp16": script(
+        imports="from torchbearer_ddp import MixedPrecision",
+        callbacks="MixedPrecision('fp16', init_scale=1024.0, growth_interval=4), ",
+    ),
 }

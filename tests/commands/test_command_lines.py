@@ -1,6 +1,8 @@
 """The command line of ``python -m torchbearer_ddp``: every command explains itself."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -16,3 +18,11 @@ def test_help_has_an_example_and_the_exit_codes(name, capsys):
     example = text.partition("example:\n")[2].partition("exit codes:")
     assert example[0].strip().startswith(f"python -m torchbearer_ddp {name}"), text
     assert {"0", "2"} <= set(re.findall(r"^  (\d)  \w", example[2], re.MULTILINE))
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = [sys.executable, "-m", "torchbearer_ddp", "env"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b""
+        assert program.wait(60) == 141

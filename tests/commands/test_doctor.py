@@ -10,6 +10,7 @@ import pytest
 
 from tests.hosts import hosts
 from tests.processes import Program, bound, free_port
+from tests.requirements import needs_firewall
 
 pytestmark = pytest.mark.concurrent(3)
 
@@ -129,6 +130,23 @@ def test_a_cut_link_and_a_missing_rank_are_named():
     }
 
 
+def test_a_one_way_link_is_named():
+    """A firewall on one host that lets nobody open a connection from another one."""
+    needs_firewall()
+    with hosts(3) as machines:
+        machines[2].refuse(machines[1])
+        with Together(on_hosts(machines, 3, "--json", separate=True)) as programs:
+            codes, report, everything = report_of(programs)
+    assert codes == [1, 1, 1], everything
+    (found,) = problems(report)
+    assert found.startswith("The link is one-way: rank 1 on "), found
+    assert f" at {machines[2].address} (no answer within 3 s), but is reached from there." in found
+    assert "round trip" in report["links"]["2 to 1"]
+    assert "error" in report["links"]["1 to 2"]
+    remedy = report["findings"][0]["remedy"]
+    assert "Open all ports on rank 2 on " in remedy
+
+
 def test_a_slow_link_is_named_with_its_speed():
     with hosts(3) as machines:
         machines[1].limit("8mbit")
@@ -170,14 +188,16 @@ def test_a_wrong_interface_is_named_with_a_right_one():
 def test_a_port_that_a_mute_listener_holds():
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        here = [doctor(r, 2, "127.0.0.1", on=None, port=port, seconds=4) for r in range(2)]
+        place = {"on": None, "port": port, "seconds": 4}
+        here = [doctor(0, 2, "127.0.0.1", **place), doctor(1, 2, "127.0.0.1", "--json", **place)]
         with Together(here) as programs:
             codes, printed, everything = ended(programs)
-            other = "".join(programs[1].output)
+            (other,) = json.loads("".join(programs[1].output))["findings"]
     assert codes == [1, 1], everything
     assert f"Port {port} on 127.0.0.1 is held by process " in printed
-    assert "accepts connections" in other
-    assert "another program holds that port" in " ".join(other.split())
+    assert "accepts connections" in other["found"]
+    assert "another program holds that port" in other["found"]
+    assert f"give every rank another --port than {port}" in other["remedy"]
 
 
 def test_a_host_that_cannot_be_reached():
@@ -187,6 +207,7 @@ def test_a_host_that_cannot_be_reached():
             codes, printed, everything = ended(programs)
             other = " ".join("".join(programs[1].output).split())
     assert codes == [1, 1], everything
+    assert printed.startswith("1 of 2 ranks on 1 host\n")
     assert "Only 1 of 2 ranks came" in printed
     assert "Rank 1 did not meet rank 0 within" in other
     assert "cannot be reached from here" in other

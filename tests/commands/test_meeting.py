@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from torchbearer_ddp import LaunchError
+from torchbearer_ddp import DesyncError, LaunchError
 from torchbearer_ddp.commands.examining.meeting import Answering, Asking, pause_of, register
 from torchbearer_ddp.group import rendezvous
 from torchbearer_ddp.group.bounded import in_background
@@ -75,3 +75,15 @@ def test_two_processes_with_one_rank(store):
     register(store, 1, FOUND)
     with pytest.raises(LaunchError, match="Two processes have rank 1: process 7 on node1 and"):
         register(store, 1, {"pid": 8, "host": "node2"})
+
+
+@pytest.mark.parametrize("garbage", [b"no", b"\xff", b"{}", b"[1]", b"null"])
+def test_what_a_stranger_writes_is_told_as_what_it_is(garbage):
+    store = rendezvous.run_store(rendezvous.serve_store("127.0.0.1", 0, 10), "doctor")
+    store.set("registered/0", garbage)
+    named = r"^The entry 'registered/0'.* another program uses the store"
+    with pytest.raises(DesyncError, match=named):
+        Asking(store, 1, time.monotonic() + 10).gather(time.monotonic() + 10)
+    store.set("task/0/0", garbage)
+    with pytest.raises(DesyncError, match=r"^The entry 'task/0/0'.* another program uses"):
+        Answering(store, 0, {}, 0.01).run()

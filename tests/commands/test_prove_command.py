@@ -69,6 +69,9 @@ def test_a_script_that_cannot_be_compared(tmp_path, source, text):
         (["--nproc-per-node", "2"], "no script is named"),
         (["--nproc-per-node", "2", "nowhere.py"], "can't open file 'nowhere.py'"),
         (["--nproc-per-node", "2", "--steps", "0", "script.py"], "at least 1"),
+        (["--nproc-per-node", "2", "--html", "nowhere/a.html", "script.py"], "cannot be written"),
+        (["--nproc-per-node", "2", "--json", ".", "script.py"], "--json . cannot be written"),
+        (["--nproc-per-nod", "2", "script.py"], "error: --nproc-per-nod is unknown; did you mean"),
     ],
 )
 def test_mistakes_end_before_anything_starts(words, text, capsys, monkeypatch, tmp_path):

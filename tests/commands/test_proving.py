@@ -106,6 +106,12 @@ def test_random_layers_compare_by_the_sample(proof_of):
     assert any("numbers that belong to the sample" in note for note in proof.notes)
 
 
+def test_half_precision_is_named(proof_of):
+    for name in ("bf16", "fp16"):
+        (note, *_) = proof_of(CORRECT[name]).notes
+        assert note.startswith("MixedPrecision computed in single precision here")
+
+
 def test_random_augmentation_is_named(proof_of):
     notes = proof_of(CORRECT["augmented"]).notes
     assert any("the data set draws random numbers" in note for note in notes)

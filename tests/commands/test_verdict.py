@@ -352,8 +352,8 @@ def test_who_holds_a_port():
         port = server.getsockname()[1]
         assert host_checks.holder(port).startswith("process ")
     assert host_checks.holder(port) == "another program"
-    assert "nothing listens on port" in host_checks.why_no_rendezvous("127.0.0.1", port)
-    assert "has no address here" in host_checks.why_no_rendezvous("no.such.host.invalid", port)
+    assert "nothing listens on port" in host_checks.why_no_rendezvous("127.0.0.1", port)[0]
+    assert "has no address here" in host_checks.why_no_rendezvous("no.such.host.invalid", port)[0]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -11,7 +11,10 @@ import sys
 import time
 
 from tests.processes import Program, bound, free_port, python_words, until
+from torchbearer_ddp.launch.starting import VARIABLE
 
+#: How a launcher that supervises its ranks starts them.
+SUPERVISED = ("fork", "forkserver", "spawn")
 #: Every rank is gone this long after the fault, or after the timeout that finds it.
 BOUND = 8.0
 HOST = socket.gethostname()
@@ -56,15 +59,18 @@ def running(launcher, transport, *more, timeout=30.0, events=()):
     command = python_words("train", *flags, *faults, *more)
     place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()), "--rank")
     starts = {
-        "spawn": [(*command, "--nproc-per-node", "2")],
-        "torchrun": [("-m", "torch.distributed.run", "--nproc-per-node", "2", *command)],
+        **{way: [(*command, "--nproc-per-node", "2")] for way in SUPERVISED},
+        "torchrun": [
+            ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+        ],
         "rank": [(*command, *place, "0"), (*command, *place, "1")],
     }[launcher]
+    environment = {VARIABLE: launcher} if launcher in SUPERVISED else {}
+    programs = [
+        Program(sys.executable, *each, environment=environment, raw=True) for each in starts
+    ]
     with contextlib.ExitStack() as stack:
-        yield Run(
-            launcher,
-            [stack.enter_context(Program(sys.executable, *each, raw=True)) for each in starts],
-        )
+        yield Run(launcher, [stack.enter_context(program) for program in programs])
 
 
 def first_line(program):

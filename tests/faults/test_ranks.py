@@ -5,7 +5,16 @@ import signal
 
 import pytest
 
-from tests.faults.failing_runs import BOUND, CAUSES, CODES, HOST, first_line, messages, running
+from tests.faults.failing_runs import (
+    BOUND,
+    CAUSES,
+    CODES,
+    HOST,
+    SUPERVISED,
+    first_line,
+    messages,
+    running,
+)
 from tests.processes import bound, until
 
 pytestmark = pytest.mark.concurrent
@@ -25,7 +34,7 @@ def by_transport(*cases):
     ("event", "on", "transport"),
     by_transport(("raise", 0), ("raise", 1), ("exit", 1), ("_exit", 0), ("kill", 1), ("kill", 0)),
 )
-@pytest.mark.parametrize("launcher", ["spawn", "rank", "torchrun"])
+@pytest.mark.parametrize("launcher", [*SUPERVISED, "rank", "torchrun"])
 def test_a_rank_fails(launcher, event, on, transport):
     events = [{"rank": on, "step": 5, "do": event}]
     with running(launcher, transport, events=events) as run:
@@ -35,7 +44,7 @@ def test_a_rank_fails(launcher, event, on, transport):
         survivor = run.terminal(1 - on)
         reported = event in ("raise", "exit")
         cause = f"torchbearer_ddp: Rank {on} on {HOST} {CAUSES[event]}"
-        if launcher != "spawn" and not reported:
+        if launcher not in SUPERVISED and not reported:
             # Only its parent, which is not ours, knows how it ended.
             cause = f"torchbearer_ddp: Lost connection to rank {on} on {HOST}. It was killed"
         assert first_line(survivor).startswith(cause), run.text()
@@ -46,7 +55,7 @@ def test_a_rank_fails(launcher, event, on, transport):
             assert run.text().count("in train_with_events\n") == tracebacks
             lines = [line for program in run.programs for line in messages(program)]
             note = f"(Rank {1 - on} stopped because of it.)\n"
-            repeated = [] if launcher == "spawn" else [True]
+            repeated = [] if launcher in SUPERVISED else [True]
             assert sorted(line.endswith(note) for line in lines) == [False, *repeated]
         assert "run_distributed" not in run.text().partition("torch.distributed.run")[0]
         if launcher == "torchrun":
@@ -58,7 +67,7 @@ def test_a_rank_fails(launcher, event, on, transport):
 @pytest.mark.parametrize(
     ("launcher", "on", "transport"),
     by_transport(
-        *[("spawn", 1), ("spawn", 0)],
+        *[("fork", 1), ("forkserver", 0), ("spawn", 1), ("fork", 0)],
         *[("rank", 0), ("rank", 1)],
         *[("torchrun", 1), ("torchrun", 0)],
     ),
@@ -71,7 +80,9 @@ def test_a_frozen_rank_is_named_at_the_timeout(launcher, on, transport):
         survivor = run.terminal(1 - on)
         cause = f"torchbearer_ddp: Rank {on} on {HOST} did not answer within {timeout:g} s"
         until(lambda: pids[1 - on] not in survivor.alive(), timeout + BOUND)
-        if launcher != "spawn":  # its parent is not ours; as soon as it continues, it ends itself
+        if (
+            launcher not in SUPERVISED
+        ):  # its parent is not ours; as soon as it continues, it ends itself
             os.kill(pids[on], signal.SIGCONT)
         run.assert_ended(BOUND, [1] * len(run.programs))
         assert first_line(survivor).startswith(cause), run.text()

@@ -76,9 +76,9 @@ run_distributed(train_on_it, (sys.argv[1],))
 @pytest.mark.parametrize(
     ("ranks", "end", "seconds", "grace"),
     [
-        (1, "the file stands", 3, 60),
+        (1, "the file is complete", 3, 60),
         (1, "the end of the grace", 60, 4),
-        (2, "the file stands", 3, 60),
+        (2, "the file is complete", 3, 60),
         (2, "a third signal", 60, 60),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_second_signal_while_a_checkpoint_is_written(tmp_path, ranks, end, sec
             until(lambda sent=sent: time.monotonic() > sent + 2 * ECHO_SECONDS, 10)
         started = time.monotonic()
         assert program.code(60) == 143, program.text()
-        assert time.monotonic() - started < bound(30 if end == "the file stands" else 8)
+        assert time.monotonic() - started < bound(30 if end == "the file is complete" else 8)
         assert not program.alive()
     saved = [file.read(path) for path in tmp_path.glob("step-*.pt")]
-    assert bool(saved) == (end == "the file stands")
+    assert bool(saved) == (end == "the file is complete")

@@ -16,11 +16,11 @@ from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.errors import DistributedError, PeerLost
 from torchbearer_ddp.gradients.buckets import GradientBucket
-from torchbearer_ddp.gradients.exchange import Trained
+from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.hooks import EarlySends, Marks
 from torchbearer_ddp.gradients.host_copy import HostCopy
-from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.reducer import Reducer
 from torchbearer_ddp.gradients.target_weights import EarlyTotal, TargetWeights
 from torchbearer_ddp.gradients.timing import Timing, clock_for
 from torchbearer_ddp.gradients.transports.interface import Bucket
@@ -272,9 +272,9 @@ def test_a_trial_on_a_gpu_blocks_for_nothing():
             cuda.CudaTensor(torch.randn(4, 6, generator=generator)),
             cuda.CudaTensor(torch.randint(0, 6, (4,), generator=generator)),
         )
-        for _ in range(4)
+        for _ in range(7)
     ]
-    batches[1][1][0] = -100  # one rank's loss may divide by fewer
+    batches[2][1][0] = -100  # one rank's loss may divide by fewer
     trial = torchbearer.Trial(
         model,
         torch.optim.SGD(model.parameters(), 0.1),
@@ -283,8 +283,9 @@ def test_a_trial_on_a_gpu_blocks_for_nothing():
         verbose=0,
     )
     trial.state[torchbearer.DEVICE] = "cuda:0"
-    trial.with_train_generator(batches, 4).run(1)
-    assert blocking[1:] == [[]] * 3
+    trial.with_train_generator(batches, 7).run(1)
+    # At steps 1, 2, 4, 8 and so on of the first epoch the loss is examined.
+    assert [blocking[step - 1] for step in (3, 5, 6, 7)] == [[]] * 4
     everyone = collectives.all_gather([p.on_cpu for p in model.parameters()], "parameters")
     for mine, theirs in zip(*everyone, strict=True):
         assert torch.equal(mine, theirs)

@@ -1,5 +1,6 @@
 """The kinds of losses are told apart, and asking leaves no trace."""
 
+import argparse
 import functools
 import random
 
@@ -320,6 +321,48 @@ def test_asking_leaves_no_trace():
     assert before[1] == random.getstate()
     assert torch.equal(before[2], criterion.generator.get_state())
     assert list(state) == keys
+
+
+class Meter:
+    """As in many projects: not callable, and known to the criterion as a variable."""
+
+    def __init__(self):
+        self.values = []
+        self.count = 0
+
+    def update(self, value):
+        self.values.append(value)
+        self.count += 1
+
+
+CALLS, SHARED_METER = 0, Meter()
+
+
+def test_asking_leaves_no_trace_in_the_variables_that_a_criterion_counts_in():
+    calls, counts, meter = 0, {"calls": 0, "sizes": []}, Meter()
+    options = argparse.Namespace(beta=0.0)
+
+    def criterion(y_pred, y_true):
+        global CALLS, FIRST_SIZE
+        nonlocal calls
+        calls, CALLS, FIRST_SIZE = calls + 1, CALLS + 1, len(y_pred)
+        counts["calls"] += 1
+        counts["sizes"].append(len(y_pred))
+        criterion.calls = getattr(criterion, "calls", 0) + 1
+        options.beta += 0.1
+        loss = F.mse_loss(y_pred, y_true)
+        for each in (meter, SHARED_METER):
+            each.update(loss.item())
+        return loss
+
+    assert classify(criterion, regression()) == Verdict("mean")
+    assert (calls, CALLS, counts, options.beta) == (0, 0, {"calls": 0, "sizes": []}, 0.0)
+    assert not hasattr(criterion, "calls")
+    assert "FIRST_SIZE" not in globals()
+    for each in (meter, SHARED_METER):
+        assert (each.count, each.values) == (0, [])
+    criterion(torch.zeros(3), torch.zeros(3))
+    assert (calls, CALLS, counts["sizes"], criterion.calls, meter.count) == (1, 1, [3], 1, 1)
 
 
 def test_a_module_in_a_closure_or_in_the_state_keeps_its_buffers_and_its_backward():

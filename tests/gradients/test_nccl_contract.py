@@ -20,9 +20,9 @@ from tests.gradients.transport_cases import (
 from tests.ranks import run_ranks
 from tests.stand_ins import nccl
 from torchbearer_ddp.errors import PeerLost
-from torchbearer_ddp.gradients.exchange import Trained
+from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import RankReport
-from torchbearer_ddp.gradients.reducer import Options, Reducer
+from torchbearer_ddp.gradients.reducer import Reducer
 from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.group import collectives, membership
 from torchbearer_ddp.group.waiting import report_failure

@@ -10,7 +10,9 @@ HOSTS = ["node1", "node1", "node2", "node2"]
 
 def lines(times_at, steps=400, hosts=HOSTS):
     watch = Stragglers(hosts)
-    found = [(step, watch.add(times_at(step), step)) for step in range(1, steps + 1)]
+    found = [
+        (step, watch.add(times_at(step), lambda step=step: step)) for step in range(1, steps + 1)
+    ]
     return [(step, line) for step, line in found if line]
 
 

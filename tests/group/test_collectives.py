@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import ranks
 from torchbearer_ddp.errors import CheckpointError, DesyncError, DistributedError, PeerLost
-from torchbearer_ddp.group import collectives, membership
+from torchbearer_ddp.group import agreement, collectives, framing, membership, wire
 from torchbearer_ddp.group.waiting import Wait, complete
 
 
@@ -24,6 +24,14 @@ def test_gather_to_one_rank():
     rank = collectives.rank()
     gathered = collectives.gather_to("x" * (5000 * rank), "values", target=1)
     assert [len(value) for value in gathered] == ([0, 5000, 10000] if rank == 1 else [])
+
+
+@ranks(3)
+def test_scatter_gives_each_rank_its_own():
+    values = [{"mine": torch.arange(3000 * rank), "rank": rank} for rank in range(3)]
+    mine = collectives.scatter(values if collectives.is_rank_zero() else [], "values")
+    assert mine["rank"] == collectives.rank()
+    assert torch.equal(mine["mine"], torch.arange(3000 * collectives.rank()))
 
 
 @ranks(2)
@@ -55,6 +63,67 @@ def test_what_rank_zero_returns_or_raises_reaches_all():
     assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
 
 
+def garbled(kind, rank):
+    """Encodes as always, but on one rank what no version of this package sends."""
+    real = wire.Encoded.packed
+
+    def packed(self):
+        whole = real(self)
+        if collectives.rank() != rank:
+            return whole
+        if kind == "garbage":
+            return torch.full_like(whole, 255)
+        if kind == "other dtype":
+            text = bytes(whole.tolist()).replace(b"float32", b"save   ")
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return whole[:-3]
+
+    return packed
+
+
+@ranks(2)
+def test_a_message_that_cannot_be_read_names_its_sender_on_all_ranks():
+    value = torch.ones(3)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("garbage", "other dtype", "cut"):
+            patch.setattr(wire.Encoded, "packed", garbled(kind, 1))
+            expected = "^What rank 1 sent for a value cannot be read: the message "
+            with pytest.raises(DesyncError, match=expected):
+                collectives.all_gather(value, "a value")
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+@ranks(2)
+def test_a_length_beyond_the_memory_is_refused_before_it_is_reserved():
+    with pytest.MonkeyPatch.context() as patch:
+        if collectives.rank() == 0:
+            patch.setattr(wire.Encoded, "size", property(lambda self: 2**55))
+        with pytest.raises(DesyncError, match=r"rank 0 sent for a value .* the length of the"):
+            collectives.broadcast("x", "a value")
+    with pytest.MonkeyPatch.context() as patch:
+        if collectives.rank() == 1:
+            real = framing.with_length
+
+            def announce(part, length):
+                found = real(part, length).clone()
+                found[6] = 255
+                return found
+
+            patch.setattr(framing, "with_length", announce)
+        with pytest.raises(DesyncError, match=r"rank 1 sent for a value .* its length is"):
+            collectives.all_gather("x", "a value")
+    assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["annotations", "__class__", "__loader__", "KeyError", ""])
+def test_only_our_own_errors_are_raised_for_another_rank(name):
+    with pytest.raises(DistributedError, match=r"^Rank 0: x$"):
+        collectives.raise_first([[name, "x"]])
+    for odd in (7, [], ["a"], [1, 2], {"a": 1}):
+        with pytest.raises(DesyncError, match="What rank 1 sent for an error cannot be read"):
+            collectives.raise_first([None, odd])
+
+
 @ranks(2)
 def test_a_value_that_one_rank_cannot_send_is_an_error_on_all():
     odd = object() if collectives.rank() == 1 else 1
@@ -66,6 +135,8 @@ def test_a_value_that_one_rank_cannot_send_is_an_error_on_all():
         collectives.broadcast(of_rank_zero, "odd")
     with pytest.raises((TypeError, DistributedError), match=r"value\[1\] is a builtins.object"):
         collectives.from_rank_zero(object, "odd")
+    with pytest.raises((TypeError, DistributedError), match=r"value is a builtins.object"):
+        collectives.scatter([1, object()] if collectives.is_rank_zero() else [], "odd")
     assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
 
 
@@ -117,14 +188,52 @@ def test_all_reduce_sums_each_tensor_in_its_own_dtype():
 
 @ranks(2)
 def test_agree_names_the_value_and_the_ranks():
-    collectives.agree({"steps": 5}, "the plan", "Do this.")
+    agreement.agree({"steps": 5}, "the plan", "Do this.")
     with pytest.raises(DesyncError, match=r"steps.*5 on rank 0; 6 on rank 1\. Do this"):
-        collectives.agree({"steps": 5 + collectives.rank()}, "the plan", "Do this.")
-    extra = collectives.agree({"steps": 5}, "the plan", "Do this.", extra=collectives.rank())
+        agreement.agree({"steps": 5 + collectives.rank()}, "the plan", "Do this.")
+    extra = agreement.agree({"steps": 5}, "the plan", "Do this.", extra=collectives.rank())
     assert extra == [0, 1]
     long = [*range(1000), collectives.rank()]
     with pytest.raises(DesyncError, match=r"names.*\.\.\. on rank 0; .*\.\.\. on rank 1"):
-        collectives.agree({"names": long}, "the plan", "Do this.")
+        agreement.agree({"names": long}, "the plan", "Do this.")
+
+
+@ranks(2)
+def test_ranks_that_agree_need_one_exchange():
+    group, mine = membership.current(), collectives.rank()
+    before = group.sequence
+    agreement.agree({"names": [*range(10_000)]}, "the plan", "Do this.")
+    assert group.sequence == before + 1
+    # Another order of the same values is no difference, but takes a second look.
+    agreement.agree({f"{1 - mine}": "a", f"{mine}": "a"}, "the plan", "Do this.")
+    assert group.sequence == before + 3
+
+
+@ranks(2)
+def test_a_value_that_cannot_be_sent_is_an_error_of_all_who_agree():
+    value = object() if collectives.rank() == 1 else 1
+    with pytest.raises((TypeError, DistributedError), match="object"):
+        agreement.agree({"it": value}, "the plan", "Do this.")
+    collectives.barrier()
+
+
+@ranks(2)
+def test_flags_and_barriers_are_short_messages():
+    sizes = []
+    gather = collectives._gather_bytes
+
+    def noted(group, mine, name):
+        sizes.append(len(mine))
+        return gather(group, mine, name)
+
+    collectives._gather_bytes = noted  # of this rank's process alone, which ends with the test
+    collectives.barrier()
+    collectives.any_rank(True, "a flag")
+    collectives.raise_together(None, "an error")
+    assert max(sizes) <= 256
+    long = "no good " * 100
+    with pytest.raises(DistributedError, match=long.strip()):
+        collectives.raise_together(DesyncError(long), "an error")
 
 
 @ranks(2)
@@ -167,10 +276,11 @@ def test_without_a_group_every_function_acts_as_a_world_of_one():
     assert collectives.is_rank_zero()
     assert collectives.all_gather("mine", "x") == ["mine"]
     assert collectives.gather_to("mine", "x") == ["mine"]
+    assert collectives.scatter(["mine"], "x") == "mine"
     assert collectives.broadcast("mine", "x") == "mine"
     assert collectives.any_rank(True, "x")
     collectives.barrier()
-    collectives.agree({"a": 1}, "x", "y")
+    agreement.agree({"a": 1}, "x", "y")
     with collectives.rank_zero_first():
         pass
     with pytest.raises(KeyError):

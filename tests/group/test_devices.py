@@ -207,18 +207,19 @@ def _shared(port):
 # A group that the user made.
 
 
-def test_a_group_of_the_user_for_gpus_has_the_current_gpu(tmp_path):
+def test_a_group_of_the_user_for_gpus_has_the_current_gpu():
     # Processes that have joined nothing before, as in a script that makes its own group.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_adopted, rank, str(tmp_path)) for rank in range(2)]
+        port = free_port()
+        futures = [pool.submit(_adopted, rank, port) for rank in range(2)]
         assert [each.result(timeout=60) for each in futures] == ["cuda:0", "cuda:1"]
 
 
-def _adopted(rank, folder):
+def _adopted(rank, port):
     dist.Backend.register_backend("on_gpus", failing_backend.FailingBackend, devices=["cuda"])
     with cuda_devices.visible("GPU-a", "GPU-b"):
         torch.cuda.set_device(rank)
-        file = f"file://{folder}/store"
-        dist.init_process_group("cpu:gloo,cuda:on_gpus", init_method=file, rank=rank, world_size=2)
+        place = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("on_gpus", init_method=place, rank=rank, world_size=2)
         collectives.barrier()
         return str(collectives.device())

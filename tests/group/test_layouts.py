@@ -159,6 +159,32 @@ def test_a_rate_in_a_tensor_stays_that_tensor():
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        each
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and each not in (torch.optim.Optimizer, torch.optim.LBFGS)
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_state_of_every_optimizer_of_torch_is_let_in(kind):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, bias=kind.__name__ != "Muon")
+    sparse = {"grad": torch.ones(2, 3).to_sparse()} if kind is torch.optim.SparseAdam else {}
+    parameters = [model.weight] if sparse or kind.__name__ == "Muon" else model.parameters()
+    first = kind(parameters, lr=0.01)
+    if sparse:
+        model.weight.grad = sparse["grad"]
+        first.step()
+    else:
+        stepped(first, model)
+    parameters = [model.weight] if sparse or kind.__name__ == "Muon" else model.parameters()
+    second = kind(parameters, lr=0.02)
+    layouts.load_optimizer(second, first.state_dict())
+    assert second.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
     ("then", "now"),
     [
         ({"capturable": True}, {"capturable": False}),  # saved on a GPU, continued on the CPU

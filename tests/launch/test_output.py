@@ -9,6 +9,8 @@ import pytest
 
 from tests.processes import Program, until
 from tests.terminal import COLUMNS, TerminalProgram
+from torchbearer_ddp.launch import output
+from torchbearer_ddp.launch.plan import Plan
 
 pytestmark = pytest.mark.concurrent
 
@@ -225,3 +227,17 @@ def test_other_launchers_say_that_they_ignore_it():
     with Program("sum.py", "10", "--log-dir", "logs", "--max-restarts", "2") as program:
         assert program.code() == 0, program.text()
         assert "--log-dir logs, --max-restarts 2 is for ranks that this" in program.said()
+
+
+def test_a_log_file_is_a_file_and_not_what_a_link_leads_to(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    plan = Plan(log_dir=str(tmp_path))
+    (tmp_path / "rank-0.log").symlink_to(precious)
+    with pytest.raises(ValueError, match=r"The log folder .* cannot be used"):
+        output.prepare(plan)
+    (tmp_path / "rank-0.log").unlink()
+    os.mkfifo(tmp_path / "rank-0.log")
+    with pytest.raises(ValueError, match=r"The log folder .* cannot be used"):
+        output.prepare(plan)
+    assert precious.read_text() == "mine"

@@ -1,13 +1,16 @@
 """Flags and environments as pure functions: which ranks, which devices, which complaints."""
 
 import argparse
+import time
 
 import pytest
 
+from torchbearer_ddp.checked import Unexpected
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.join import device_of
-from torchbearer_ddp.launch.environments import expand_counts, expand_hosts, in_slurm_step
+from torchbearer_ddp.launch.environments import in_slurm_step
 from torchbearer_ddp.launch.flags import add_arguments, merge, read_flags, read_options
+from torchbearer_ddp.launch.node_lists import Counts, expand_hosts
 from torchbearer_ddp.launch.planner import make_plan
 
 TORCHRUN = {
@@ -167,12 +170,111 @@ def test_uneven_slurm_step():
     ],
 )
 def test_host_lists(listing, expected):
-    assert expand_hosts(listing) == expected
+    assert list(expand_hosts(listing)) == expected
 
 
 def test_task_counts():
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("4") == [4]
+    counts = Counts("2(x3),1", "SLURM_STEP_TASKS_PER_NODE")
+    assert [counts.at(node) for node in range(4)] == [2, 2, 2, 1]
+    assert (counts.nodes, counts.tasks) == (4, 7)
+    assert Counts("4", "SLURM_STEP_TASKS_PER_NODE").at(0) == 4
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "", ",", "a,", ",a", "a,,b", "gpu[07-08", "gpu07-08]", "gpu[a-b]", "gpu[]", "gpu[1-]",
+        "gpu[-1]", "gpu[3-1]", "gpu[1,]", "gpu[[1]]", "a b", "a\n", "gpu[\u0661]", "b\udcff",
+        "gpu[1-99999999999999999999]", "a]b",
+    ],
+)  # fmt: skip
+def test_what_is_no_host_list_is_refused_at_once(listing):
+    with pytest.raises(Unexpected, match=r"^SLURM_JOB_NODELIST is .* not a node list"):
+        expand_hosts(listing, "SLURM_JOB_NODELIST")
+
+
+@pytest.mark.parametrize("listing", ["", "x", "2(x3", "2(x)", "2,,1", "-1", "2(y3)", "1 ", "²"])
+def test_what_is_no_list_of_counts_is_refused(listing):
+    with pytest.raises(Unexpected, match=r"^SLURM_X is .* not a list of counts"):
+        Counts(listing, "SLURM_X")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_NNODES": "0"},
+        {"SLURM_NNODES": "-1"},
+        {"SLURM_NNODES": "0", "SLURM_STEP_TASKS_PER_NODE": None},
+        {"SLURM_JOB_NODELIST": "gpu[a-b]"},
+        {"SLURM_JOB_NODELIST": "gpu[07-08"},
+        {"SLURM_JOB_ID": "7\udcff"},
+        {"SLURM_JOB_ID": "job"},
+        {"SLURM_LOCALID": "-7"},
+        {"SLURM_LOCALID": "4"},
+        {"SLURM_NODEID": "-1"},
+        {"SLURM_NODEID": "٣"},
+        {"SLURM_PROCID": "1_0"},
+        {"SLURM_PROCID": " 1"},
+        {"SLURM_NTASKS": "9" * 5000},
+        {"SLURM_NTASKS": "99999999999"},
+        {"SLURM_STEP_TASKS_PER_NODE": "1(x9999999999)"},
+        {"SLURM_RESTART_COUNT": "once"},
+        {"SLURM_ARRAY_TASK_ID": "-"},
+    ],
+)
+def test_a_step_with_odd_variables_is_refused_by_name(changes):
+    environment = {k: v for k, v in {**SLURM, **changes}.items() if v is not None}
+    with pytest.raises(LaunchError, match=f"^{next(iter(changes))} is .*\\. ") as caught:
+        plan("", environment)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"LOCAL_RANK": "-1"},
+        {"LOCAL_RANK": "²"},
+        {"LOCAL_WORLD_SIZE": "0"},
+        {"MASTER_PORT": "0"},
+        {"MASTER_PORT": "65536"},
+        {"MASTER_ADDR": ""},
+        {"MASTER_ADDR": "a b"},
+        {"MASTER_ADDR": "h\udcff"},
+        {"MASTER_ADDR": "h" * 64},
+        {"WORLD_SIZE": "-2"},
+        {"RANK": "0x1"},
+        {"TORCHELASTIC_RUN_ID": "\udcff"},
+    ],
+)
+def test_torchrun_s_variables_are_refused_by_name_too(changes):
+    with pytest.raises(LaunchError, match=f"^{next(iter(changes))} is .*\\. "):
+        plan("", {**TORCHRUN, **changes})
+
+
+def test_a_long_list_of_hosts_costs_nothing():
+    environment = {**SLURM, "SLURM_JOB_NODELIST": "n[1-20000000]x[1-20000000]"}
+    started = time.process_time()
+    assert plan("", environment).host == "n1x1"
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("device", ["cuda:²", "cuda:٣", "cuda:-1", "cuda:" + "9" * 99, "gpu:0"])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(ValueError, match=r"--device is .* it can be cpu, cuda or cuda:N"):
+        plan(f"--device {device}", gpus=2)
+
+
+@pytest.mark.parametrize("count", ["²", "--3", "1_0", "٣", "9" * 5000])
+def test_a_count_of_processes_that_is_none_is_refused(count):
+    with pytest.raises(ValueError, match="neither a number nor gpu"):
+        plan(f"--nproc-per-node={count}")
+
+
+@pytest.mark.parametrize("host", ["a..b", "h\udcff", "x" * 70])
+def test_a_host_that_cannot_be_one_is_refused(host):
+    with pytest.raises(ValueError, match=r"^--host is .* not the name or address of a host"):
+        plan(f"--world-size 2 --rank 0 --host {host}")
 
 
 def test_a_step_needs_both_variables():

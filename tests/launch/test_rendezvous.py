@@ -15,8 +15,8 @@ HOST = socket.gethostname()
 
 
 @contextlib.contextmanager
-def listener(answer):
-    """Something that holds a port and is not a rendezvous."""
+def listener(answer, *, asked=False):
+    """Something that holds a port and is not a rendezvous; it may wait until it is asked."""
     server = socket.create_server(("127.0.0.1", 0))
     taken = []
 
@@ -26,7 +26,8 @@ def listener(answer):
                 client, _ = server.accept()
                 taken.append(client)
                 with contextlib.suppress(OSError):
-                    client.sendall(answer)
+                    if not asked or client.recv(1):
+                        client.sendall(answer)
 
     threading.Thread(target=serve, daemon=True).start()
     try:
@@ -49,13 +50,16 @@ def complaint(program):
     return line
 
 
+GARBAGE, HTTP = b"\0\xff" * 4096, b"HTTP/1.1 400 Bad Request\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "answer",
-    [b"", b"\0\xff" * 4096, b"HTTP/1.1 400 Bad Request\r\n\r\n"],
-    ids=["mute", "garbage", "http"],
+    ("answer", "asked"),
+    [(b"", False), (GARBAGE, False), (GARBAGE, True), (HTTP, False)],
+    ids=["mute", "garbage", "garbage in answer", "http"],
 )
-def test_the_port_is_held_by_something_else(answer):
-    with listener(answer) as port:
+def test_the_port_is_held_by_something_else(answer, asked):
+    with listener(answer, asked=asked) as port:
         with (
             Program("sum.py", *flags(port, 2), "0") as zero,
             Program("sum.py", *flags(port, 2), "1") as one,

@@ -101,17 +101,51 @@ def test_a_failure_that_comes_back_at_the_same_step_ends_it(script, tmp_path):
     assert "It fails at step 2 each time: not a matter of luck. Correct the cause." in text
 
 
+LATE = """
+import atexit, os
+from torchbearer_ddp import rank, run_distributed
+from torchbearer_ddp.group import launcher
+
+def work():
+    if rank() == 1 and launcher.RESTARTS_VARIABLE not in os.environ:
+        atexit.register(launcher.note_saved, "late.pt")
+        raise ValueError("early")
+    return launcher.is_restarted()
+
+if __name__ == "__main__":
+    print("resumes", run_distributed(work, nproc_per_node=2, max_restarts=1))
+"""
+
+
+def test_a_checkpoint_that_is_complete_only_after_the_failure_counts(tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text(LATE)
+    with Program(sys.executable, str(path), raw=True) as program:
+        assert program.code(90) == 0, program.text()
+        text = program.text()
+    assert "The ranks start again from late.pt (restart 1 of at most 1)" in text
+    assert "resumes [True, True]" in text
+
+
 def test_torchruns_own_restarts_and_a_changed_number_of_ranks(script, tmp_path):
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+    command = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    )
     # torchrun's second failure ends it; what was saved by then serves a run on another number.
     text = Path(script).read_text().replace(", resume=False", "")
     path = tmp_path / "training.py"
     path.write_text(text)
     _, text = run(str(path), tmp_path, code=1, events="5:raise,14:kill", before=command)
-    assert "step-0000003.pt (0 epochs and 3 steps done)" in text
+    assert "step-0000003.pt (epochs done: 0, steps in all: 3)" in text
     found, text = run(str(path), tmp_path, before=("--nproc-per-node", "1"))
     assert len(found) == 1
-    assert "step-0000012.pt (1 epochs and 12 steps done)" in text
+    assert "step-0000012.pt (epochs done: 1, steps in all: 12)" in text
 
 
 # The decision, without processes.

@@ -75,9 +75,16 @@ def test_trials_of_the_script_are_data_parallel():
         assert ours.output == alone.output * 2
 
 
-def test_a_signal_to_the_launcher(tmp_path):
+# The kernel may give a signal to any thread; a blocked one never comes to the main thread.
+@pytest.mark.parametrize("blocked", ["", "SIGTERM"])
+def test_a_signal_to_the_launcher(tmp_path, blocked):
     path = tmp_path / "waits.py"
-    path.write_text("import os, time\nos.write(1, b'here\\n')\ntime.sleep(60)\n")
+    path.write_text(
+        "import os, signal, time\n"
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, [{blocked and f'signal.{blocked}'}])\n"
+        "os.write(1, b'here\\n')\n"
+        "time.sleep(60)\n"
+    )
     with Program(*RUN, "--nproc-per-node", "2", str(path), raw=True) as program:
         until(lambda: len(program.output) == 2, 60)
         program.process.send_signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.processes import Program, free_port, python_words, until
+from torchbearer_ddp.launch.starting import VARIABLE
 
 pytestmark = pytest.mark.concurrent
 
@@ -24,8 +25,10 @@ def test_training_stops_when_the_launcher_gets_a_signal(signum, code):
         assert not program.alive()
 
 
-def test_ctrl_c_in_the_terminal_reaches_every_rank_once():
-    with Program("steps", "polite", "--nproc-per-node", "2") as program:
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_ctrl_c_in_the_terminal_reaches_every_rank_once(method):
+    start = {VARIABLE: method}
+    with Program("steps", "polite", "--nproc-per-node", "2", environment=start) as program:
         program.pids(2)
         os.killpg(program.process.pid, signal.SIGINT)
         assert program.code(BOUND) == 130, program.text()
@@ -41,9 +44,11 @@ def test_training_stops_when_one_rank_gets_a_signal(signum, code):
         assert f"rank 1 got {signum.name}" in program.said()
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize(("signum", "code"), SIGNALS)
-def test_a_worker_that_never_asks_is_interrupted(signum, code):
-    with Program("steps", "none", "--nproc-per-node", "2") as program:
+def test_a_worker_that_never_asks_is_interrupted(signum, code, method):
+    start = {VARIABLE: method}
+    with Program("steps", "none", "--nproc-per-node", "2", environment=start) as program:
         program.pids(2)
         program.process.send_signal(signum)
         assert program.code(BOUND) == code, program.text()
@@ -64,6 +69,9 @@ def test_the_grace_is_bounded():
         program.process.terminate()
         assert program.code(1 + BOUND) == 143, program.text()
         assert not program.alive()
+        waits = "torchbearer_ddp: SIGTERM: ranks 0, 1 may still stop and save, for 1 s (--grace)"
+        assert waits in program.said()
+        assert "all ranks have ended; ranks 0, 1 had not stopped after 1 s" in program.said()
 
 
 def test_the_grace_is_bounded_for_a_frozen_rank():
@@ -112,7 +120,7 @@ def test_training_stops_without_a_launcher():
 
 def test_training_stops_under_torchrun():
     program = python_words("steps", "polite")
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *program)
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program)
     with Program(sys.executable, *command, raw=True) as program:
         program.pids(2)
         program.process.terminate()

@@ -10,9 +10,11 @@ import socket
 import pytest
 
 from tests.processes import Program, free_port, until
+from torchbearer_ddp.launch.starting import VARIABLE
 
 pytestmark = pytest.mark.concurrent
 
+METHODS = ("fork", "forkserver", "spawn")
 #: Every rank is gone this long after the fault.
 BOUND = 5.0
 HOST = socket.gethostname()
@@ -35,8 +37,10 @@ def test_a_rank_fails_while_another_is_frozen():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_no_rank_survives_its_launcher(frozen):
-    with Program("steps", "none", "--nproc-per-node", "2") as program:
+@pytest.mark.parametrize("method", METHODS)
+def test_no_rank_survives_its_launcher(method, frozen):
+    start = {VARIABLE: method}
+    with Program("steps", "none", "--nproc-per-node", "2", environment=start) as program:
         pids = program.pids(2)
         if frozen:
             os.kill(pids[1], signal.SIGSTOP)
@@ -44,9 +48,12 @@ def test_no_rank_survives_its_launcher(frozen):
         until(lambda: not program.alive(), BOUND)
 
 
-def test_no_rank_survives_a_launcher_that_is_killed_at_once():
-    with Program("steps", "none", "--nproc-per-node", "2") as program:
-        until(lambda: len(program.alive()) == 3, 60)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_rank_survives_a_launcher_that_is_killed_at_once(method):
+    """With a clean process to fork from, that one has to go too."""
+    start, first = {VARIABLE: method}, 2 if method == "forkserver" else 3
+    with Program("steps", "none", "--nproc-per-node", "2", environment=start) as program:
+        until(lambda: len(program.alive()) == first, 60)
         program.process.kill()
         until(lambda: not program.alive(), BOUND)
 

@@ -1,5 +1,6 @@
 """The arithmetic of pooling, for every rank at once and without processes."""
 
+import functools
 import itertools
 
 import pytest
@@ -13,7 +14,17 @@ from torchbearer_ddp.data.loaders import Share
 from torchbearer_ddp.data.sampling import Partition, Remainder
 from torchbearer_ddp.metrics.leaves import leaves
 from torchbearer_ddp.metrics.pooled_list import PooledMetricList
-from torchbearer_ddp.metrics.pooling import Ledger, average, empty, in_order, pool
+from torchbearer_ddp.metrics.pooling import (
+    Ledger,
+    added,
+    average,
+    empty,
+    from_runs,
+    in_order,
+    needs_batches,
+    pool,
+    to_runs,
+)
 from torchbearer_ddp.metrics.predictions import assemble
 
 KINDS = [
@@ -109,6 +120,75 @@ def test_values_of_samples_do_not_depend_on_how_they_were_batched():
     entries = [ledger_of(Mean("acc"), share) for share in shares]
     pooled = pool(entries, [sizes_of(share) for share in shares], by_step=True)
     assert final(Mean("acc"), pooled) == pytest.approx(samples.mean().item(), abs=1e-15)
+
+
+def column(values, *, counts=32.0):
+    """The entry of a mean with these sums of batches."""
+    ledger = Ledger()
+    ledger._columns, ledger._counts = {"_sum": [values]}, [counts] * len(values)
+    return ledger.entry()
+
+
+def one_by_one(columns):
+    """The sum that one process would compute: batch after batch, rank after rank in each step."""
+    longest = max(map(len, columns))
+    batches = [c[step] for step in range(longest) for c in columns if step < len(c)]
+    return functools.reduce(torch.add, batches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (40,)])
+def test_batches_are_added_in_the_order_and_precision_of_one_process(dtype, shape):
+    generator = torch.Generator().manual_seed(5)
+    random = functools.partial(torch.rand, generator=generator, dtype=torch.float64)
+    values = [random(n, *shape).to(dtype) for n in (30, 30, 29)]
+    pooled = pool([column(each) for each in values], [torch.full((30,), 32)] * 3, by_step=False)
+    assert pooled["_sum"].dtype == dtype
+    assert torch.equal(pooled["_sum"], one_by_one(values))
+    # Of so many sums another order would change some.
+    assert not shape or not torch.equal(pooled["_sum"], one_by_one([torch.cat(values)]))
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_whole_numbers_are_added_on_each_rank_with_the_same_result(by_step):
+    generator = torch.Generator().manual_seed(6)
+    values = [torch.randint(0, 33, (50,), generator=generator).float() for _ in range(4)]
+    entries = [column(each) for each in values]
+    sums = [added(each, by_step=by_step) for each in entries]
+    assert all(len(each["_sum"]) == 0 for each in sums)
+    assert not needs_batches([*sums, None], by_step=by_step)
+    sizes = [torch.full((50,), 32)] * 5
+    assert pool([*sums, None], sizes, by_step=by_step) == pool(
+        [*entries, None], sizes, by_step=by_step
+    )
+
+
+@pytest.mark.parametrize("odd", [0.5, -1.0, -0.0, float("nan"), float("inf")])
+def test_other_numbers_are_not_added_on_each_rank(odd):
+    whole, other = column(torch.ones(3)), column(torch.tensor([1.0, odd]))
+    assert added(other, by_step=False) is other
+    assert needs_batches([added(whole, by_step=False), other], by_step=False)
+    assert not needs_batches([whole, other], by_step=False)
+
+
+def test_whole_numbers_that_a_sum_would_round_are_added_in_order():
+    values = [torch.tensor([2.0**24 - 1, 1.0]), torch.tensor([1.0, 1.0])]
+    sums = [added(column(each), by_step=False) for each in values]
+    assert needs_batches(sums, by_step=False)
+    assert one_by_one(values) == 2**24  # one process loses the last two
+    assert not needs_batches([added(column(each), by_step=True) for each in values], by_step=True)
+    assert not needs_batches([added(column(values[1]), by_step=False)], by_step=False)
+
+
+def test_one_value_for_each_step_is_not_added_up():
+    entry = column(torch.ones(3), counts=1.0)
+    assert added(entry, by_step=True) is entry
+    assert added(entry, by_step=False) is not entry
+
+
+@pytest.mark.parametrize("values", [[], [4], [32, 32, 32, 7], [1, 2, 1]])
+def test_runs_are_the_values_again(values):
+    assert from_runs(to_runs(torch.tensor(values, dtype=torch.int64))).tolist() == values
 
 
 def test_nothing_pools_to_nothing():

@@ -26,7 +26,13 @@ FEATURES = (
     "lbfgs",
     "closure",  # a closure of the script's own
     "converted",  # the model is converted at the end of an epoch
+    "hook",  # a communication hook of torch
+    "local",  # steps of each rank's own, and their average
+    "bf16",  # MixedPrecision, without and with a scaled loss
+    "fp16",
 )
+#: Options of which a run has one.
+_APART = ({"weighted", "equal"}, {"bf16", "fp16"})
 #: By transport the hosts of its ranks.
 LAYOUTS = {"gloo": "aa", "shm": "aa", "hierarchical": "abba"}
 BATCHES = 6
@@ -45,6 +51,10 @@ class Case:
         kill: The epoch and the batch before which a run that is resumed ends.
         place: Where the exception comes from: ``sample`` or ``backward``.
         calls_back: True if the script's own closure calls ``on_backward``.
+        hook: The name of one of torch's hooks.
+        every: The number of steps from one average of the replicas to the next.
+        mixed: The dtype of MixedPrecision.
+        loss_scale: Its first scale, so large that the first steps are skipped.
     """
 
     features: frozenset[str]
@@ -64,15 +74,51 @@ class Case:
     place: str
     conversion: str
     calls_back: bool
+    hook: str | None
+    every: int
+    mixed: str | None
+    loss_scale: float
 
     @property
     def world_size(self) -> int:
         return len(self.sizes)
 
     @property
-    def is_refused(self) -> bool:
-        """LBFGS calls its closure as often as it likes, so there is nothing to accumulate."""
-        return "lbfgs" in self.features and bool(self.features & _ACCUMULATING)
+    def refusal(self) -> str | None:
+        """The sentence with which the library refuses what it cannot compute."""
+        smaller = self.features & {"compress", "hook"}
+        refusals = {
+            "compress is .* and hook is": len(smaller) == 2,
+            "every is .* and gradients travel as": bool(smaller) and self.has("local"),
+            "LBFGS.*accumulate|accumulate.*LBFGS": self.has("lbfgs")
+            and bool(self.features & _ACCUMULATING),
+            r"MixedPrecision\('fp16'\) does not work with LBFGS|every does not work with LBFGS": (
+                self.has("lbfgs") and (self.mixed == "fp16" or self.has("local"))
+            ),
+            r"MixedPrecision\('fp16'\) keeps parameters in single precision": (
+                self.has("half") and self.mixed == "fp16"
+            ),
+            r"MixedPrecision\('fp16'\) finds .* PowerSGD": (
+                self.compress == "powersgd" and self.mixed == "fp16"
+            ),
+            r"MixedPrecision\('fp16'\) skips .* every is": (
+                self.has("local") and self.mixed == "fp16"
+            ),
+        }
+        return next((sentence for sentence, applies in refusals.items() if applies), None)
+
+    @property
+    def hosts(self) -> tuple[object, ...]:
+        """The host of each rank; through gloo each rank sends as if it had one of its own."""
+        if self.transport == "gloo":
+            return tuple(range(self.world_size))
+        return tuple(LAYOUTS[self.transport])
+
+    @property
+    def is_compressed(self) -> bool:
+        """True if gradients travel in half precision: those of single precision between hosts."""
+        several = len(set(self.hosts)) > 1
+        return self.compress is not None and several and self.dtype == "float32"
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -80,6 +126,10 @@ class Case:
     def is_last_of_window(self, batch: int) -> bool:
         """True if the optimizer steps after this batch of an epoch."""
         return (batch + 1) % self.accumulate == 0 or batch + 1 == BATCHES
+
+    def is_exchange(self, batch: int) -> bool:
+        """True if the ranks exchange something after this batch of an epoch."""
+        return (batch + 1) % (self.accumulate * self.every) == 0 or batch + 1 == BATCHES
 
     def trainable(self, epoch: int, batch: int) -> dict[str, bool]:
         """Which layers that change so are trained by this batch."""
@@ -95,7 +145,7 @@ def pairs() -> list[tuple[str, ...]]:
     """Every feature alone, and every two."""
     alone = [(feature,) for feature in FEATURES]
     two = itertools.combinations(FEATURES, 2)
-    return [*alone, *(pair for pair in two if pair != ("weighted", "equal"))]
+    return [*alone, *(pair for pair in two if set(pair) not in _APART)]
 
 
 def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
@@ -103,9 +153,8 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
     draws = random.Random(f"{sorted(chosen)} {transport} {seed}")
     features = frozenset(chosen)
     if seed:  # the first seed has nothing but the pair, so that what it shows is easy to read
-        weights = {"weighted", "equal"}
-        others = [f for f in FEATURES if f not in (weights if features & weights else features)]
-        features |= {draws.choice(others)}
+        taken = features.union(*(each for each in _APART if each & features))
+        features |= {draws.choice([each for each in FEATURES if each not in taken])}
     accumulate = draws.choice((2, 4)) if features & _ACCUMULATING else 1
     large = bool(features & {"half", "compress"})
     regular = 256 if large else draws.choice((3, 4, 8))
@@ -120,6 +169,9 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         dtype = "float32"
     if "lbfgs" in features:  # its steps depend on small differences of gradients
         dtype = "float64"
+    mixed = next(iter(features & {"bf16", "fp16"}), None)
+    if mixed is not None:  # autocast leaves numbers in double precision alone
+        dtype = "float32"
     return Case(
         features=features,
         transport=transport,
@@ -127,7 +179,9 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         sizes=tuple(sizes),
         weighted="weighted" in features if differ else None,
         accumulate=accumulate,
-        compress=draws.choice(("bf16", "fp16")) if "compress" in features else None,
+        compress=draws.choice(("bf16", "fp16", "int8", "powersgd"))
+        if "compress" in features
+        else None,
         bucket_mb=draws.choice((None, 1e-4)),
         dtype=dtype,
         momentum=0.0 if "sparse" in features else draws.choice((0.0, 0.9)),
@@ -139,16 +193,28 @@ def draw(chosen: tuple[str, ...], transport: str, seed: int) -> Case:
         place=draws.choice(("sample", "backward")),
         conversion=draws.choice(conversions(features)),
         calls_back=accumulate > 1 or draws.choice((True, False)),
+        hook=draws.choice(_hooks(features)) if "hook" in features else None,
+        every=draws.choice((2, 3)) if "local" in features else 1,
+        mixed=mixed,
+        loss_scale=2.0**14 if large else 2.0**18,
     )
+
+
+def _hooks(features: frozenset[str]) -> list[str]:
+    """The hooks whose rounding the other features bear."""
+    return [
+        "allreduce_hook",
+        *([] if features & {"lbfgs", "bf16", "fp16"} else ["fp16_compress_hook"]),
+    ]
 
 
 def conversions(features: frozenset[str]) -> list[str]:
     """The conversions of a model that work in one process too."""
     found = ["channels_last", "share_memory", "double", "half"]
-    if "resume" in features:  # its model is built anew, in the dtype that it had
+    if features & {"resume", "lbfgs"}:  # the model, or the optimizer, has the dtype that it had
         found.remove("double")
-        if "half" in features:
-            found.remove("half")
+    if {"resume", "half"} <= features:
+        found.remove("half")
     if "sparse" in features:  # torch cannot share the memory of a sparse gradient
         found.remove("share_memory")
     if "lbfgs" in features:  # it wants views of the gradients

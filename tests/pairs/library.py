@@ -7,17 +7,22 @@ from typing import Any
 
 import torch
 import torchbearer
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from torchbearer.callbacks import Callback
 
 from tests.pairs import reference
 from tests.pairs.cases import BATCHES, Case
-from torchbearer_ddp import Checkpoint, data_parallel
+from torchbearer_ddp import Checkpoint, MixedPrecision, data_parallel
 from torchbearer_ddp.group import collectives
 
 #: For each call of ``run`` the batches that it trained, each an epoch and a number.
 Journal = list[list[tuple[int, int]]]
+
+
+#: The loss scale after each step of the optimizer.
+Scales = list[float]
 
 
 class BadBatch(Exception):
@@ -29,13 +34,14 @@ class Killed(Exception):
 
 
 class Happenings(Callback):
-    """Lets each event of a case happen once, and notes the batches."""
+    """Lets each event of a case happen once, and notes the batches and the loss scales."""
 
     def __init__(
-        self, case: Case, model: reference.Model, journal: Journal, left: set[str]
+        self, case: Case, model: reference.Model, journal: Journal, scales: Scales, left: set[str]
     ) -> None:
         super().__init__()
-        self._case, self._model, self._journal, self._left = case, model, journal, left
+        self._case, self._model, self._left = case, model, left
+        self._journal, self._scales = journal, scales
 
     def _happens(self, event: str, now: bool) -> bool:
         if not now or event not in self._left:
@@ -56,6 +62,8 @@ class Happenings(Callback):
     def on_step_training(self, state: Any) -> None:
         epoch, batch = state[torchbearer.EPOCH], state[torchbearer.BATCH]
         self._journal[-1].append((epoch, batch))
+        if self._case.is_last_of_window(batch) and "loss_scale" in state[torchbearer.METRICS]:
+            self._scales.append(state[torchbearer.METRICS]["loss_scale"])
         # Every rank forgets the event, but only one asks.
         if self._happens("stop", batch == self._case.event) and collectives.rank() == 1:
             state[torchbearer.STOP_TRAINING] = True
@@ -83,7 +91,9 @@ def closure_of(case: Case, model: reference.Model) -> Callable[[Any], Any] | Non
         state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
         loss = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
         state[torchbearer.LOSS] = loss
-        loss.backward()
+        if case.mixed is not None:
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        loss.backward(**state[torchbearer.BACKWARD_ARGS])
         if freezes:
             model.set_trainable({"gradient": False})
         if calls_back:
@@ -93,7 +103,9 @@ def closure_of(case: Case, model: reference.Model) -> Callable[[Any], Any] | Non
     return closure
 
 
-def build(case: Case, journal: Journal, left: set[str], folder: str) -> tuple[Trial, Any]:
+def build(
+    case: Case, journal: Journal, scales: Scales, left: set[str], folder: str
+) -> tuple[Trial, Any]:
     """A Trial of this rank, on data of its own."""
     model = reference.Model(case)
     model.rank = rank = collectives.rank()
@@ -104,17 +116,26 @@ def build(case: Case, journal: Journal, left: set[str], folder: str) -> tuple[Tr
         options["weighted"] = case.weighted
     if case.compress is not None:
         options["compress"] = case.compress
-    saving = []
+        if case.compress == "powersgd":
+            options["rank"] = 6  # of which small matrices are not made: they travel as they are
+    if case.hook is not None:
+        options |= {"hook": getattr(default_hooks, case.hook), "transport": "auto"}
+    if case.every > 1:
+        options["every"] = case.every
+    more: list[Any] = []
     if case.has("resume"):
-        saving = [Checkpoint(folder, every_steps=1, background=False, monitor=None)]
+        more.append(Checkpoint(folder, every_steps=1, background=False, monitor=None))
+    if case.mixed is not None:
+        scaling = {"init_scale": case.loss_scale, "growth_interval": reference.GROWTH_INTERVAL}
+        more.append(MixedPrecision(case.mixed, **scaling))
     trial = Trial(
         model,
         reference.make_optimizer(case, model),
         lambda y_pred, y_true: reference.loss(case, y_pred, y_true),
         callbacks=[
             *data_parallel(shard=False, **options),
-            Happenings(case, model, journal, left),
-            *saving,
+            Happenings(case, model, journal, scales, left),
+            *more,
         ],
         verbose=0,
     )
@@ -138,15 +159,17 @@ def call_runs(case: Case, trial: Trial, journal: Journal) -> None:
                 continue
 
 
-def train(case: Case, folder: str) -> tuple[dict[str, torch.Tensor], Journal]:
-    """Trains a case on this rank; returns the parameters, and the batches of each run."""
+def train(case: Case, folder: str) -> tuple[dict[str, torch.Tensor], Journal, Scales]:
+    """Trains a case on this rank; returns the parameters, the batches of each run, the scales."""
     torch.set_num_threads(1)
     journal: Journal = []
+    scales: Scales = []
     left = {"stop", "caught", "resume", "converted"} & case.features
-    trial, model = build(case, journal, left, folder)
+    trial, model = build(case, journal, scales, left, folder)
     try:
         call_runs(case, trial, journal)
     except Killed:
-        trial, model = build(case, journal, left, folder)
+        trial, model = build(case, journal, scales, left, folder)
         call_runs(case, trial, journal)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, journal
+    parameters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return parameters, journal, scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,8 @@ from tests.pairs.cases import Case
 
 RATE = 0.05
 DECAY = 0.01
+GROWTH_INTERVAL = 3
+HALVES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Model(nn.Module):
@@ -101,11 +104,23 @@ def loss(case: Case, y_pred: torch.Tensor, y_true: torch.Tensor) -> torch.Tensor
     return case.scale * nn.functional.mse_loss(y_pred, y_true.to(y_pred.dtype))
 
 
-def train(case: Case, runs: Iterable[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
-    """The parameters after these batches, each an epoch and a number, of each call of ``run``."""
+def train(
+    case: Case, runs: Iterable[list[tuple[int, int]]]
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters after these batches, each an epoch and a number, of each call of ``run``.
+
+    The second is the loss scale after each step, if the loss is scaled.
+    """
     model = Model(case)
     optimizer = make_optimizer(case, model)
     samples = [data(case, rank) for rank in range(case.world_size)]
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=case.loss_scale,
+        growth_interval=GROWTH_INTERVAL,
+        enabled=case.mixed == "fp16",
+    )
+    scales = []
     converted = not case.has("converted")
     for batches in runs:
         window: list[tuple[int, int]] = []  # what a run that ends early leaves is dropped
@@ -115,15 +130,17 @@ def train(case: Case, runs: Iterable[list[tuple[int, int]]]) -> dict[str, torch.
                 converted = True
             window.append((epoch, batch))
             if case.is_last_of_window(batch):
-                _step(case, model, optimizer, samples, window)
+                _step(case, model, optimizer, scaler, samples, window)
                 window = []
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                scales += [scaler.get_scale()] if scaler.is_enabled() else []
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, scales
 
 
 def _step(
     case: Case,
     model: Model,
     optimizer: Any,
+    scaler: torch.amp.GradScaler,
     samples: list[tuple[torch.Tensor, torch.Tensor]],
     window: list[tuple[int, int]],
 ) -> None:
@@ -131,8 +148,8 @@ def _step(
     counts = [case.sizes[rank][batch] for _, batch in window for rank in range(case.world_size)]
 
     def closure() -> float:
-        optimizer.zero_grad()
         value = 0.0
+        hosts: dict[Any, dict[nn.Parameter, torch.Tensor]] = {}
         for epoch, batch in window:
             model.set_trainable(case.trainable(epoch, batch))
             for rank, (x, y) in enumerate(samples):
@@ -140,9 +157,39 @@ def _step(
                 size = case.sizes[rank][batch]
                 weight = 1 / len(counts) if case.weighted is False else size / sum(counts)
                 mine = slice(start, start + size)
-                part = weight * loss(case, model(x[mine], rank), y[mine])
-                part.backward()
-                value += float(part.detach())
+                # Each gradient for itself, without its weight: half precision rounds it.
+                optimizer.zero_grad()
+                with torch.autocast("cpu", HALVES.get(case.mixed), enabled=bool(case.mixed)):
+                    part = loss(case, model(x[mine], rank), y[mine])
+                scaler.scale(part).backward()
+                _add(hosts.setdefault(case.hosts[rank], {}), model, weight)
+                value += weight * float(part.detach())
+        for parameter in model.parameters():
+            parts = [each[parameter] for each in hosts.values() if parameter in each]
+            parameter.grad = _sum(case, parts) if parts else None
         return value
 
-    optimizer.step(closure)
+    if case.has("lbfgs"):
+        optimizer.step(closure)
+        return
+    closure()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _add(total: dict[nn.Parameter, torch.Tensor], model: Model, weight: float) -> None:
+    """Adds the gradients of a rank to those of its host."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            part = parameter.grad * weight
+            total[parameter] = total[parameter] + part if parameter in total else part
+
+
+def _sum(case: Case, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum over hosts; each part travels in half precision, and of more than two the sum too."""
+    half = HALVES.get(case.compress) if len(set(case.hosts)) > 1 else None
+    if half is None or parts[0].is_sparse or parts[0].dtype != torch.float32:
+        return functools.reduce(torch.add, parts)
+    rounded = [part.to(half).float() for part in parts]
+    total = functools.reduce(torch.add, rounded)
+    return total.to(half).float() if len(set(case.hosts)) > 2 else total

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.concurrent
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 RUN = (sys.executable, "-m", "torchbearer_ddp", "run", "--nproc-per-node", "2")
 
 

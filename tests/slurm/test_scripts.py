@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pty
 import select
@@ -55,6 +56,23 @@ def test_module_level_and_loaders_with_spawn(cluster, tmp_path):
     assert first == second
     assert (first["dtype"], first["loaded"]) == ("torch.float64", [[0.0, 1.0], [2.0, 3.0]])
     assert (first["pickled"], first["config"]) == (True, (0.5, "object"))
+
+
+def test_doctor_under_srun(cluster, tmp_path):
+    """Two tasks on each of two nodes, in one step: rank zero prints one report."""
+    words = (sys.executable, "-m", "torchbearer_ddp", "doctor", "--json", "--folder", "runs")
+    done = run(tmp_path, "srun", "--nodes", "2", "--ntasks-per-node", "2", *words)
+    report = json.loads(done.stdout)
+    assert done.returncode in (0, 1), done.stderr
+    assert list(report["ranks"]) == ["0", "1", "2", "3"]
+    assert [each["host"] for each in report["ranks"].values()] == ["node1"] * 2 + ["node2"] * 2
+    assert report["missing"] == []
+    assert report["lost"] == {}
+    assert len(report["links"]) == 12
+    assert all("round trip" in link for link in report["links"].values())
+    assert report["group"]["bytes"] > 0
+    assert report["folder"]["durable"] > 0
+    assert done.returncode == any(finding["problem"] for finding in report["findings"])
 
 
 class Terminal:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import re
 import signal
 import stat
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.programs import PATIENCE, read_variables, train_and_hold
 from tests.ranks import run_ranks
+from tests.stand_ins import cuda
 from torchbearer_ddp import LaunchError, submit_slurm
 from torchbearer_ddp.slurm.job import SlurmJob
 
@@ -70,6 +73,23 @@ def test_two_nodes_train_to_the_parameters_of_local_ranks(uninterrupted, tmp_pat
         rtol=0,
         atol=1e-6,
     )
+
+
+def result_of_a_gpu():
+    """What a rank on a GPU returns; the GPU is there until the process has ended."""
+    gpu = contextlib.ExitStack()
+    gpu.enter_context(cuda.pretended())
+    gpu.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=True))
+    atexit.register(gpu.close)
+    return {"loss": cuda.CudaTensor(torch.tensor(2.5)), "name": "net"}
+
+
+def test_results_of_gpus_come_back_on_the_cpu(cluster, tmp_path):
+    """A login node has no GPU, and could not unpickle them."""
+    job = submit_slurm(result_of_a_gpu, folder=tmp_path / "jobs", timeout_min=60)
+    (result,) = job.results()
+    assert type(result["loss"]) is torch.Tensor
+    assert result == {"loss": torch.tensor(2.5), "name": "net"}
 
 
 def test_parameters_reach_the_job_and_none_are_sent_for_gpus_unless_asked(cluster, tmp_path):

@@ -14,6 +14,12 @@ from unittest import mock
 
 import torch
 
+#: Methods of an optimizer that look for a graph under capture, in older and newer versions.
+_ASK_THE_DRIVER = (
+    "_cuda_graph_capture_health_check",
+    "_accelerator_graph_capture_health_check",
+)
+
 
 class CudaDevices:
     """The GPUs of this process.
@@ -81,4 +87,8 @@ def visible(*uuids: str) -> Iterator[CudaDevices]:
             ],
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replaced))
+        for name in _ASK_THE_DRIVER:
+            if hasattr(torch.optim.Optimizer, name):
+                patch = mock.patch.object(torch.optim.Optimizer, name, return_value=None)
+                stack.enter_context(patch)
         yield found

@@ -1,0 +1,117 @@
+"""The buckets of a run serve the next one, and nothing else of it does."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torchbearer import CALLBACK_LIST, OPTIMIZER, Trial
+from torchbearer.callbacks import on_criterion
+
+from tests.callbacks.test_gradients import on_every_transport, sync
+from tests.callbacks.test_trained import assert_close, joined, mine, net, sgd
+from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.gradients.reducer import Reducer
+from torchbearer_ddp.group import collectives
+
+
+class Made:
+    """Counts the reducers that are made in a block."""
+
+    def __enter__(self):
+        self.count, self._init = 0, Reducer.__init__
+
+        def init(reducer, *args, **options):
+            self.count += 1
+            self._init(reducer, *args, **options)
+
+        Reducer.__init__ = init
+        return self
+
+    def __exit__(self, *_):
+        Reducer.__init__ = self._init
+
+
+def trial_of(model, callbacks, data):
+    trial = Trial(model, sgd(model), nn.functional.mse_loss, callbacks=callbacks, verbose=0)
+    return trial.with_train_generator(data).with_val_generator(data)
+
+
+def run(trial, *epochs):
+    for each in epochs:
+        trial.run(each)
+        trial.evaluate()
+    return trial
+
+
+def spare_of(trial):
+    [gradients] = [c for c in trial.state[CALLBACK_LIST] if isinstance(c, SyncGradients)]
+    return gradients._exchange.averager._spare
+
+
+@on_every_transport
+def test_runs_in_a_loop_share_one_set_of_buckets():
+    ours, one = net(), net()
+    with Made() as made:
+        run(trial_of(ours, sync(), mine()), 1, 2, 3)
+    assert made.count == 1
+    run(trial_of(one, [], joined()), 1, 2, 3)
+    assert_close(ours, one)
+
+
+@on_every_transport
+def test_gradients_of_a_run_stay_as_they_are_in_the_next():
+    model = net()
+    trial = run(trial_of(model, sync(), mine()), 1)
+    kept = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in kept]
+    run(trial, 2)
+    assert all(map(torch.equal, kept, values))
+
+
+@on_every_transport
+def test_what_has_changed_on_one_rank_is_made_anew_on_all():
+    ours, one = net(), net()
+    trial = run(trial_of(ours, sync(), mine()), 1)
+    if collectives.rank() == 1:  # the same numbers in another object
+        old, ours[0].weight = ours[0].weight, nn.Parameter(ours[0].weight.detach().clone())
+        optimizer = trial.state[OPTIMIZER]
+        optimizer.param_groups[0]["params"][0] = ours[0].weight
+        optimizer.state[ours[0].weight] = optimizer.state.pop(old)
+    with Made() as made:
+        run(trial, 2)
+    assert made.count == 1
+    run(trial_of(one, [], joined()), 1, 2)
+    assert_close(ours, one)
+
+
+@on_every_transport
+def test_a_run_after_one_that_failed_in_backward_makes_its_own():
+    ours, one = net(), net()
+
+    @on_criterion
+    def fails(state):
+        raise KeyError("a bad batch")
+
+    trial = run(trial_of(ours, sync(), mine()), 1)
+    broken = trial_of(net(3), [*sync(), fails], mine())
+    with pytest.raises(KeyError):
+        broken.run(1)
+    run(trial, 2)
+    run(trial_of(one, [], joined()), 1, 2)
+    assert_close(ours, one)
+
+
+@on_every_transport
+def test_only_the_last_of_several_trials_keeps_its_buckets():
+    found = []
+    for seed in range(3):
+        trial = trial_of(net(seed), sync(), mine())
+        run(trial, 1)
+        found.append((trial, spare_of(trial)))
+    assert [spare._kept is not None for _, spare in found] == [False, False, True]
+    kept = weakref.ref(found[-1][1]._kept.reducer)
+    del found, trial
+    gc.collect()
+    assert kept() is None

@@ -1,0 +1,208 @@
+"""The kind of a loss is looked at again: the first batch may not show it, and it may change."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchbearer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchbearer import Trial
+from torchbearer.bases import base_closure, standard_closure
+from torchbearer.callbacks import Callback, on_end_epoch, on_step_training
+
+from tests.log_lines import LogLines
+from tests.ranks import ranks
+from torchbearer_ddp import Checkpoint, data_parallel
+from torchbearer_ddp.gradients.loss_verdicts import _differs
+from torchbearer_ddp.group import collectives
+
+SAMPLES, BATCH = 48, 12
+TOLD = "the kind of the loss is {!r} on this batch, but was {!r} on the first one"
+
+
+def trained(criterion, *callbacks, model=None, epochs=2, closure=None, state=(), **options):
+    """Trains on all ranks; returns the Trial, and what was said."""
+    draws = torch.Generator().manual_seed(3)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 6, generator=draws), torch.randint(3, (SAMPLES,), generator=draws)
+    )
+    torch.manual_seed(0)
+    model = model or nn.Linear(6, 3)
+    parallel = data_parallel(global_batch=True, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trial = Trial(model, optimizer, criterion, ["loss"], [*callbacks, *parallel], verbose=0)
+    for key, value in state:
+        trial.state[key] = value
+    if closure is not None:
+        trial.with_closure(closure)
+    trial.with_train_generator(DataLoader(data, batch_size=BATCH))
+    with LogLines() as lines:
+        trial.run(epochs)
+    return trial, lines
+
+
+def parameters(trial):
+    return torch.cat([p.detach().flatten() for p in trial.state[torchbearer.MODEL].parameters()])
+
+
+def zero_head():
+    model = nn.Linear(6, 3)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def masked(y_pred, y_true):
+    """A mean over some classes: with zeros as predictions every sample has the same loss."""
+    kept = y_true != 2
+    return (F.cross_entropy(y_pred, y_true, reduction="none") * kept).sum() / kept.sum()
+
+
+def root(y_pred, y_true):
+    return F.cross_entropy(y_pred, y_true).sqrt()
+
+
+@pytest.mark.parametrize("criterion", [masked, root])
+def test_samples_of_equal_loss_do_not_hide_that_they_are_coupled(criterion):
+    @ranks(2)
+    def body():
+        _, lines = trained(criterion, model=zero_head(), epochs=1)
+        if collectives.rank() == 0:
+            assert sum(TOLD.format("coupled", "mean") in each for each in lines) == 1
+
+    body()
+
+
+def warming_up(per, first="mean", then="sum"):
+    """A mean and a sum, one of which has no weight at first; a callback that gives it one."""
+    weight = {"later": 0.0}
+
+    def criterion(y_pred, y_true):
+        later = getattr(y_pred.square(), then)()
+        return F.cross_entropy(y_pred, y_true, reduction=first) + weight["later"] * later
+
+    @per
+    def grow(state):
+        weight["later"] += 0.1
+
+    return criterion, grow
+
+
+@pytest.mark.parametrize("per", [on_step_training, on_end_epoch])
+def test_a_term_whose_weight_grows_from_zero_is_noticed(per):
+    @ranks(2)
+    def body():
+        _, lines = trained(*warming_up(per))
+        if collectives.rank() == 0:
+            assert sum(TOLD.format("coupled", "mean") in each for each in lines) == 1
+
+    body()
+
+
+@ranks(2)
+def test_a_mean_that_is_added_to_a_sum_is_noticed():
+    _, lines = trained(*warming_up(on_step_training, first="sum", then="mean"))
+    if collectives.rank() == 0:
+        assert sum(TOLD.format("coupled", "sum") in each for each in lines) == 1
+
+
+@pytest.mark.parametrize("kinds", [("mean", "sum"), ("sum", "mean")])
+def test_a_loss_that_becomes_another_kind_is_noticed(kinds):
+    @ranks(2)
+    def body():
+        criterion = nn.CrossEntropyLoss(reduction=kinds[0])
+
+        @on_end_epoch
+        def change(state):
+            criterion.reduction = kinds[1]
+
+        _, lines = trained(criterion, change, epochs=3)
+        if collectives.rank() == 0:
+            assert sum(TOLD.format(*reversed(kinds)) in each for each in lines) == 1
+
+    body()
+
+
+@ranks(2)
+def test_what_a_second_network_keeps_under_its_own_key_is_not_taken_for_the_criterion():
+    """Between two steps the state has the loss and the predictions of the one before."""
+    other, optimizer, mean, loss, out = (
+        torchbearer.state_key(f"second_{name}") for name in ("net", "opt", "crit", "loss", "out")
+    )
+    network = nn.Linear(6, 1)
+    first = base_closure(torchbearer.X, other, out, torchbearer.X, mean, loss, optimizer)
+    second = standard_closure()
+
+    def closure(state):
+        first(state)
+        state[optimizer].step()
+        second(state)
+
+    state = (
+        (other, network),
+        (optimizer, torch.optim.SGD(network.parameters(), lr=0.0)),
+        (mean, lambda y_pred, x: (y_pred - x).square().mean()),
+    )
+
+    def summing(state):
+        return F.softplus(state[torchbearer.Y_PRED]).sum()
+
+    _, lines = trained(summing, closure=closure, state=state)
+    assert not any("on the first one" in each for each in lines)
+    if collectives.rank() == 0:
+        assert sum("under a key of its own" in each for each in lines) == 1
+        assert sum("the loss is a sum" in each for each in lines) == 1
+
+
+class Cut(Callback):
+    """Ends the run as a failure would, at one step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_training(self, state):
+        if (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == self.at:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("at", [(0, 1), (0, 2), (1, 0), (1, 2)])
+def test_a_resumed_run_knows_the_kind_that_it_knew(at, tmp_path):
+    @ranks(2)
+    def body():
+        def program(folder, at=None):
+            return trained(
+                nn.CrossEntropyLoss(reduction="sum"), Checkpoint(folder, every_steps=1), Cut(at)
+            )
+
+        folder = str(tmp_path / "cut")
+        with pytest.raises(InterruptedError):
+            program(folder, at)
+        resumed, lines = program(folder)
+        whole, _ = program(str(tmp_path / "whole"))
+        assert torch.equal(parameters(resumed), parameters(whole))
+        assert not any("on the first one" in each for each in lines)
+
+    body()
+
+
+@pytest.mark.parametrize(
+    ("known", "later", "differs"),
+    [
+        ("mean", "mean", False),
+        ("mean", "unknown", False),
+        ("unknown", "weighted", False),
+        ("mean", "sum", True),
+        ("sum", "mean", True),
+        ("coupled", "sum", False),
+        ("sum", "coupled", True),
+        ("mean", "coupled", True),
+        ("weighted", "mean", False),
+        ("mean", "weighted", True),
+    ],
+)
+def test_what_two_batches_show(known, later, differs):
+    assert _differs(known, later, masked) is differs
+
+
+def test_ignored_targets_of_a_later_batch_are_no_other_kind():
+    assert not _differs("mean", "weighted", nn.CrossEntropyLoss())
