@@ -1,4 +1,4 @@
-"""Draws docs/images/layers.svg: the folders of the package, one layer above the other.
+"""Draws docs/images/layers.svg and layers-dark.svg: the folders of the package, by layer.
 
     python docs/layers_picture.py
 
@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "torchbearer_ddp"
-PICTURE = Path(__file__).parent / "images" / "layers.svg"
+FOLDER = Path(__file__).parent / "images"
 
 #: Each folder: what it does, left edge, top, width and height in units of a column and a row.
 LAYERS = {
@@ -29,13 +29,12 @@ LAYERS = {
     "group": ("who the ranks are, how they meet, wait and talk", 0, 8, 2, 1),
     ".": ("known to all", 0, 9, 2, 1),
 }
-COLUMN, ROW, GAP, LINE = 490, 124, 8, 17
-_STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#1e293b}"
-    ".name{font:600 15px ui-monospace,Menlo,Consolas,monospace}"
-    ".files{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#475569}"
-    "rect{fill:#e8eef5;stroke:#94a3b8}"
-)
+COLUMN, GAP, LINE = 490, 8, 17
+#: Text, names of files, the inside of a box and its edge.
+COLOURS = {
+    "layers.svg": ("#1e293b", "#475569", "#e8eef5", "#94a3b8"),
+    "layers-dark.svg": ("#e2e8f0", "#a3b1c6", "#1e2937", "#475569"),
+}
 
 
 def files(folder: str) -> str:
@@ -44,33 +43,58 @@ def files(folder: str) -> str:
     return ", ".join(sorted(name for name in names if not name.startswith("__")))
 
 
+def wrapped(folder: str) -> list[str]:
+    """The lines with the names of the modules."""
+    if folder == ".":
+        return []
+    return textwrap.wrap(files(folder), (LAYERS[folder][3] * COLUMN - GAP - 28) // 8)
+
+
+#: The height of each row: that of its tallest box that has one row.
+HEIGHTS = [
+    max(
+        60 + GAP + len(wrapped(folder)) * LINE
+        for folder, (_, _, top, _, rows) in LAYERS.items()
+        if (top, rows) == (row, 1)
+    )
+    for row in range(max(top + rows for _, _, top, _, rows in LAYERS.values()))
+]
+
+
 def box(folder: str) -> str:
     """One folder."""
     text, column, row, columns, rows = LAYERS[folder]
-    x, y = GAP + column * COLUMN, GAP + row * ROW
-    width, height = columns * COLUMN - GAP, rows * ROW - GAP
+    x, y = GAP + column * COLUMN, GAP + sum(HEIGHTS[:row])
+    width, height = columns * COLUMN - GAP, sum(HEIGHTS[row : row + rows]) - GAP
     title = "errors, log, version" if folder == "." else f"{folder}/"
     lines = [f'<text x="{x + 14}" y="{y + 24}" class="name">{title}</text>']
     lines.append(f'<text x="{x + 14}" y="{y + 43}">{text}</text>')
-    wrapped = textwrap.wrap(files(folder), (width - 28) // 8) if folder != "." else []
-    for number, line in enumerate(wrapped):
+    for number, line in enumerate(wrapped(folder)):
         at = y + 62 + number * LINE
         lines.append(f'<text x="{x + 14}" y="{at}" class="files">{line}</text>')
     shape = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>'
     return "<g>" + shape + "".join(lines) + "</g>"
 
 
-def draw() -> str:
-    """The picture."""
+def draw(name: str) -> str:
+    """The picture in this file."""
+    text, small, inside, edge = COLOURS[name]
+    style = (
+        f"text{{font:14px system-ui,sans-serif;fill:{text}}}"
+        ".name{font:600 15px ui-monospace,Menlo,Consolas,monospace}"
+        f".files{{font:12px ui-monospace,Menlo,Consolas,monospace;fill:{small}}}"
+        f"rect{{fill:{inside};stroke:{edge}}}"
+    )
     width = 2 * COLUMN + GAP
-    height = max(row + rows for _, _, row, _, rows in LAYERS.values()) * ROW + GAP
+    height = GAP + sum(HEIGHTS)
     boxes = "\n  ".join(map(box, LAYERS))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="img">\n  <title>The layers of torchbearer_ddp</title>\n'
-        f"  <style>{_STYLE}</style>\n  {boxes}\n</svg>\n"
+        f"  <style>{style}</style>\n  {boxes}\n</svg>\n"
     )
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    for name in COLOURS:
+        (FOLDER / name).write_text(draw(name))

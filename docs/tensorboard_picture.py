@@ -1,22 +1,34 @@
-"""Takes the picture on the TensorBoard page: the example's run, as the real TensorBoard shows it.
+"""Takes the pictures on the TensorBoard page: the example's run, as the real TensorBoard shows it.
 
     python docs/tensorboard_picture.py
 
 It trains ``examples/mnist_ddp.py`` on two local processes, serves the logs with ``tensorboard`` on
-loopback, and photographs the page with Debian's ``chromium`` (``apt-get install chromium``).
+loopback, and photographs the curves with Debian's ``chromium`` (``apt-get install chromium``), once
+in light and once in dark colours.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "images" / "tensorboard.png"
-TAGS = "epoch/(val_)?(acc|loss)$|speed|step_time|learning_rate"
-PAGE = f"?darkMode=false#scalars&_smoothingWeight=0&tagFilter={quote(TAGS)}"
+sys.path.insert(0, str(ROOT))
+
+from tests.browser import Browser  # noqa: E402
+
+#: For light and dark pages; letters have the size of the page around them.
+PICTURES = {
+    "false": ROOT / "docs" / "images" / "tensorboard.png",
+    "true": ROOT / "docs" / "images" / "tensorboard-dark.png",
+}
+TAGS = "epoch/val_(acc|loss)$|speed|step_time"
+PAGE = f"#scalars&_smoothingWeight=0&tagFilter={quote(TAGS)}"
+#: The window, and the corner of the curves in it: left and above are settings.
+SIZE, CORNER = (1010, 998), (280, 170)
 SECONDS = 300
 
 
@@ -41,36 +53,22 @@ def serve(folder):
     raise RuntimeError("tensorboard ended without an address. Is it installed?")
 
 
-def photograph(address, picture, profile):
-    flags = (
-        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
-        "--disable-background-networking --disable-component-update --disable-sync "
-        "--window-size=1420,960 --virtual-time-budget=60000"
-    )
-    subprocess.run(
-        [
-            "chromium",
-            *flags.split(),
-            f"--user-data-dir={profile}",
-            f"--screenshot={picture}",
-            address + PAGE,
-        ],
-        check=True,
-        timeout=SECONDS,
-    )
-
-
 def main():
-    PICTURE.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         train(scratch)
         server, address = serve(scratch)
         try:
-            photograph(address, PICTURE, Path(scratch) / "profile")
+            with Browser(Path(scratch) / "profile") as browser:
+                browser.resize(*SIZE)
+                for dark, picture in PICTURES.items():
+                    browser.open("about:blank")
+                    browser.open(f"{address}?darkMode={dark}{PAGE}")
+                    time.sleep(10)  # the curves are fetched and drawn after the page has loaded
+                    browser.photograph(picture, left=CORNER[0], top=CORNER[1], sharpness=2)
+                    print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size // 1024} kB")
         finally:
             server.terminate()
             server.wait(SECONDS)
-    print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size // 1024} kB")
 
 
 if __name__ == "__main__":
