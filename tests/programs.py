@@ -456,7 +456,9 @@ def exchange_steps(event: str, on: int) -> Any:
     """
 
     def step(number: int) -> bool:
-        stop = event == "polite" and stop_request.requested() is not None
+        # From the first step on, so that a signal after the line with the pid does not interrupt.
+        asked = event in ("polite", "stubborn") and stop_request.requested() is not None
+        stop = asked and event == "polite"
         total = torch.tensor([float(stop)])
         collectives.all_reduce([total], f"step {number}")
         return total.item() > 0
@@ -471,8 +473,6 @@ def exchange_steps(event: str, on: int) -> Any:
                 return _misbehave(event)
             if event in ("return", "leave"):
                 return "done"
-        if event == "stubborn":
-            stop_request.requested()  # and takes no notice
         if step(number):
             _print("saved")
             return "stopped"

@@ -186,3 +186,44 @@ def test_after_a_caught_error_a_signal_interrupts_again():
     with Program(sys.executable, "-c", CAUGHT, "--nproc-per-node", "1", raw=True) as program:
         assert program.code() == 130, program.text()
         assert program.output == ["caught\n"]
+
+
+FAILING = """
+import os, signal, sys, time
+from torchbearer_ddp import barrier, rank, run_distributed
+
+class Bad(ValueError):
+    def __str__(self):  # asked for while the failure is being reported
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "a bad sample"
+
+def work():
+    barrier()
+    if rank() == 1:
+        raise Bad
+    barrier()
+
+try:
+    run_distributed(work)
+except ValueError:
+    if "catch" not in sys.argv:
+        raise
+    print("caught", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("catch", "code"), [((), 1), (("catch",), -signal.SIGTERM)])
+def test_a_rank_that_has_failed_says_so_before_a_signal_ends_it(catch, code):
+    place = ("--world-size", "2", "--host", "127.0.0.1", "--port", str(free_port()), "--rank")
+    with (
+        Program(sys.executable, "-c", FAILING, *place, "0", *catch, raw=True) as zero,
+        Program(sys.executable, "-c", FAILING, *place, "1", *catch, raw=True) as one,
+    ):
+        # A script that has caught the error is ended by the signal a little later.
+        assert one.code() == code, one.text()
+        assert one.output == ["caught\n"] * len(catch)
+        assert zero.code() == 1, zero.text()
+        assert "raised" in zero.said() and "Bad: a bad sample" in zero.said(), zero.text()
+        if not catch:
+            assert "Bad: a bad sample" in one.said(), one.text()

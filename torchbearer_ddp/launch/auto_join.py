@@ -27,7 +27,7 @@ from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import collectives, failures, launcher, membership, stop_request, waiting
 from torchbearer_ddp.group.join import join, join_single, leave
-from torchbearer_ddp.launch import environments
+from torchbearer_ddp.launch import environments, signals
 from torchbearer_ddp.launch import rank as rank_process
 from torchbearer_ddp.launch.announcement import announce
 from torchbearer_ddp.launch.devices import visible_devices
@@ -121,6 +121,7 @@ def _end_with_errors(plan: Plan, before: Callable[..., Any]) -> None:
         if os.getpid() != _Process.pid:
             before(kind, error, trace)
             return
+        signals.hold_back()
         rank_process.fail(error)
         if isinstance(error, KeyboardInterrupt):
             failures.exit_now(128 + (stop_request.received() or signal.SIGINT))

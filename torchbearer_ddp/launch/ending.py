@@ -102,7 +102,10 @@ def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
     details = {"py_callstack": text, "timestamp": str(when)}
     report = {"message": {"message": text, "extraInfo": details}}
     with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps(report))
+        # Whole or not at all: torchrun fails itself where it finds a part.
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps(report))
+        part.replace(path)
 
 
 def exit_with_message(

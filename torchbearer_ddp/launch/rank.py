@@ -82,6 +82,8 @@ def run_rank(
             if isinstance(error, SystemExit) and not error.code:
                 leave()  # sys.exit(0): an early end, not a failure
                 raise
+            if member.world_size > 1:
+                signals.hold_back()
             cause = _awaited_cause(error)
             with _no_news_of_children():
                 fail(cause)

@@ -5,6 +5,8 @@ at each step, the handler therefore only sets a flag; the ranks agree on a step 
 there. Otherwise the signal interrupts at once, as in any Python program. A second signal ends the
 process after its exit handlers, because a checkpoint may be being written. A third signal ends it
 at once, and so does the end of the grace time, which starts with the first.
+
+A rank that has failed says so before a SIGTERM ends it, see :func:`hold_back`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from torchbearer_ddp.group import debug, stop_request
 _WAKE = signal.SIGURG
 #: How often the main thread is interrupted until it has handled the first signal.
 _WAKE_SECONDS = 0.05
+#: How long after an error a SIGTERM is held back.
+_REPORT_SECONDS = 2.0
 #: Ends the thread; no signal has this number.
 _CLOSE = 0
 #: The handlers that this process had before ours, while ours are in force.
@@ -50,9 +54,35 @@ def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
         with _watched(grace, signums):
             yield
     finally:
-        for signum, handler in previous.items():
+        for signum, handler in _before.items():
             signal.signal(signum, handler)
         _before.clear()
+
+
+def hold_back() -> None:
+    """Gives this rank, which has failed, the time to say why before a SIGTERM ends it.
+
+    torchrun ends all other ranks as soon as one has ended, and the first to end is often not the
+    one that failed first. A script that catches the error gets the signal a moment later.
+    """
+    handler = _before.get(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if handler is None or not is_main or stop_request.received() is not None:
+        return
+    deadline = time.monotonic() + _REPORT_SECONDS
+
+    def held_back(signum: int, frame: Any) -> None:
+        left = deadline - time.monotonic()
+        if left > 0:
+            again = threading.Timer(left, os.kill, (os.getpid(), signum))
+            again.daemon = True
+            again.start()
+            return
+        signal.signal(signum, handler)
+        signal.raise_signal(signum)
+
+    _before[signal.SIGTERM] = held_back
+    signal.signal(signal.SIGTERM, held_back)
 
 
 def _restore_in_child() -> None:
