@@ -224,6 +224,6 @@ def test_a_rank_that_has_failed_says_so_before_a_signal_ends_it(catch, code):
         assert one.code() == code, one.text()
         assert one.output == ["caught\n"] * len(catch)
         assert zero.code() == 1, zero.text()
-        assert "raised" in zero.said() and "Bad: a bad sample" in zero.said(), zero.text()
+        assert "Bad: a bad sample" in zero.said(), zero.text()
         if not catch:
             assert "Bad: a bad sample" in one.said(), one.text()
