@@ -10,8 +10,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from svg_file import CODE, WORDS, svg, write
+
 PACKAGE = Path(__file__).parent.parent / "torchbearer_ddp"
-FOLDER = Path(__file__).parent / "images"
 
 #: Each folder: what it does, left edge, top, width and height in units of a column and a row.
 LAYERS = {
@@ -80,21 +81,14 @@ def draw(name: str) -> str:
     """The picture in this file."""
     text, small, inside, edge = COLOURS[name]
     style = (
-        f"text{{font:14px system-ui,sans-serif;fill:{text}}}"
-        ".name{font:600 15px ui-monospace,Menlo,Consolas,monospace}"
-        f".files{{font:12px ui-monospace,Menlo,Consolas,monospace;fill:{small}}}"
+        f"text{{font:14px {WORDS};fill:{text}}}"
+        f".name{{font:600 15px {CODE}}}"
+        f".files{{font:12px {CODE};fill:{small}}}"
         f"rect{{fill:{inside};stroke:{edge}}}"
     )
-    width = 2 * COLUMN + GAP
-    height = GAP + sum(HEIGHTS)
-    boxes = "\n  ".join(map(box, LAYERS))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img">\n  <title>The layers of torchbearer_ddp</title>\n'
-        f"  <style>{style}</style>\n  {boxes}\n</svg>\n"
-    )
+    size = (2 * COLUMN + GAP, GAP + sum(HEIGHTS))
+    return svg("The layers of torchbearer_ddp", size, style, map(box, LAYERS))
 
 
 if __name__ == "__main__":
-    for name in COLOURS:
-        (FOLDER / name).write_text(draw(name))
+    write(draw, COLOURS)

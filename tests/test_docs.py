@@ -273,12 +273,30 @@ def test_files_that_pages_include_exist() -> None:
     assert checked >= 2
 
 
-def test_the_picture_of_the_layers_is_that_of_the_source() -> None:
-    picture = runpy.run_path(str(ROOT / "docs" / "layers_picture.py"))
+@pytest.mark.parametrize(
+    ("script", "detail"),
+    [
+        ("layers_picture.py", "hierarchical"),  # a file in the innermost folder
+        ("data_flow_picture.py", ">header<"),  # a box in a box
+        ("favicon_picture.py", "flame"),
+    ],
+)
+def test_a_picture_is_what_its_script_draws(
+    script: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))  # where the scripts find what they share
+    picture = runpy.run_path(str(ROOT / "docs" / script))
     for name in picture["COLOURS"]:
-        drawn = (picture["FOLDER"] / name).read_text()
-        assert drawn == picture["draw"](name), "run python docs/layers_picture.py"
-        assert "hierarchical" in drawn  # a file in the innermost folder
+        drawn = (ROOT / "docs" / "images" / name).read_text()
+        assert drawn == picture["draw"](name), f"run python docs/{script}"
+        assert detail in drawn
+
+
+def test_every_picture_is_made_by_a_script() -> None:
+    scripts = "".join(path.read_text() for path in (ROOT / "docs").glob("*_picture.py"))
+    pictures = [path.name for path in (ROOT / "docs" / "images").iterdir()]
+    assert len(pictures) > 5
+    assert [name for name in pictures if f'"{name}"' not in scripts] == []
 
 
 def test_the_picture_of_a_proof_is_the_same_in_both_colours() -> None:
