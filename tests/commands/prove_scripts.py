@@ -206,6 +206,11 @@ CORRECT = {
     "two_runs": script(run="trial.run(1)\ntrial.run(3)\ntrial.evaluate()"),
     "steps_given": script(run="trial.for_train_steps(5).for_val_steps(3).run(4)"),
     "unseeded": script(seed=""),
+    "skipped": script(
+        before=_PROBE.format("sum") + "\nprobe = Probe()",
+        callbacks="probe, ",
+        options="global_batch=True, skip=[probe.layer]",
+    ),
     "bf16": script(
         imports="from torchbearer_ddp import MixedPrecision", callbacks="MixedPrecision('bf16'), "
     ),

@@ -62,7 +62,7 @@ def examine(plan: Plan, options: argparse.Namespace, given: dict[str, Any]) -> i
     if plan.member.rank:
         return GOOD
     compressed = None
-    if options.link and plan.launcher == "spawn":
+    if options.link and _is_one_host(plan):
         compressed = _predict(plan, options, speeds, timed)
     if options.json:
         print(json.dumps(prediction.plain(speeds, timed, compressed), indent=1))
@@ -103,6 +103,12 @@ def _time(
     return measure(options.script, options.module, launch, *limits, wire)
 
 
+def _is_one_host(plan: Plan) -> bool:
+    """True if this command starts all ranks; otherwise several hosts are timed as they are."""
+    member = plan.member
+    return plan.launcher == "spawn" and member.world_size == member.local_world_size
+
+
 def _device(plan: Plan) -> dict[str, Any]:
     return {"device": plan.member.device} if plan.member.device == "cpu" else {}
 
@@ -115,7 +121,7 @@ def _measure(
     found = _time(options, "in one process", {"launcher": "inline", **device}, 0)
     speeds = [prediction.speed_of(1, found)]
     steps, world_size = found.steps, plan.member.world_size
-    if plan.launcher == "spawn" and world_size == plan.member.local_world_size:
+    if _is_one_host(plan):
         for ranks in _sizes(world_size):
             launch = {"nproc_per_node": ranks, **device}
             found = _time(options, f"on {ranks} ranks", launch, steps)

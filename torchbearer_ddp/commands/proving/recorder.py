@@ -46,6 +46,8 @@ class Recorder:
         self._imitation = Imitation(job.imitates)
         #: By identity, with the objects themselves, so that no other gets the same one.
         self._names: dict[int, tuple[str, Any]] = {}
+        #: Parameters that each rank trains for itself, on purpose.
+        self._local: set[int] = set()
         self._optimizers: dict[int, tuple[str, Any]] = {}
         self._trials: list[Any] = []
         self._step: dict[str, Any] | None = None
@@ -196,7 +198,8 @@ class Recorder:
             unknown = (f"{title}, parameter {index}", parameter)
             name, _ = self._names.setdefault(id(parameter), unknown)
             self.recording["facts"]["owners"].setdefault(name, title)
-            if parameter.grad is not None and self._rank == 0:
+            is_common = id(parameter) not in self._local
+            if parameter.grad is not None and is_common and self._rank == 0:
                 self._add_gradient(name, parameter.grad)
 
     def _add_gradient(self, name: str, gradient: torch.Tensor) -> None:
@@ -242,6 +245,8 @@ class Recorder:
     def _name(self, state: Any) -> None:
         for name, parameter in trained.parameters(state):
             self._names[id(parameter)] = (name, parameter)
+        skipped = (trained.parameters_of(each) for each in self._skipped(state))
+        self._local.update(id(parameter) for each in skipped for parameter in each)
 
     def _skipped(self, state: Any) -> list[Any]:
         gradients = _gradients_of(state)
