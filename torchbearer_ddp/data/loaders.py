@@ -141,10 +141,13 @@ def _take_batches(loader: Any, inner: Any, partition: Partition, seed: int) -> S
     _announce_repeats(partition, total, "batches")
     if isinstance(loader, DataLoader):
         what = "an IterableDataset with workers"
-        remedy = "shards_itself = True on a data set that divides itself saves that"
+        remedy = "shards_itself = True on a data set that divides itself avoids that"
     else:
         what = f"a {type(loader).__name__}, not a DataLoader"
-        remedy = "a DataLoader saves that; for data that each rank has of its own use shard=False"
+        remedy = (
+            "A DataLoader avoids that; where each rank has data of its own, use "
+            "data_parallel(shard=False)"
+        )
     announce(
         f"data: this is {what}, so each rank takes one of every {partition.world_size} "
         f"batches, and makes all of them for that. {remedy}"

@@ -32,16 +32,6 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def diverge_streams(rank: int) -> None:
-    """Gives each rank except rank zero its own random stream, derived from the current seed.
-
-    Before this call all ranks draw the same numbers, so that for example a random split of the data
-    is the same on every rank. Rank zero keeps its stream: it draws as a single process would.
-    """
-    if rank:
-        seed_all(mix(torch.initial_seed(), rank))
-
-
 def enter_run(seed: int, runs: int, rank: int) -> None:
     """Gives each rank its own streams while a run trains.
 

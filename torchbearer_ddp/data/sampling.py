@@ -36,7 +36,9 @@ class Partition:
     """Divides items between ranks, block by block: rank zero has the first block, and so on.
 
     Attributes:
-            remainder: What to do if the last round of blocks is incomplete.
+        rank: The rank whose items these are.
+        world_size: The number of ranks.
+        remainder: What to do if the last round of blocks is incomplete.
         block: The number of consecutive items in a block.
         batch: How many blocks make a batch. Ranks with an incomplete batch need no padding.
     """
