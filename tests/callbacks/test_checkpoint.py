@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchbearer
 from torchbearer.callbacks import (
+    Callback,
     EarlyStopping,
     LambdaLR,
     MultiStepLR,
@@ -389,9 +390,37 @@ def test_bad_arguments(tmp_path, options, message):
         Checkpoint(tmp_path, **options)
 
 
-def test_two_callbacks_on_one_folder_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a folder of its own"):
-        build(Checkpoint(tmp_path), Checkpoint(tmp_path / "."))
+@pytest.mark.parametrize("second", [".", "other"])
+def test_two_callbacks_are_refused(tmp_path, second):
+    with pytest.raises(ValueError, match=r"Two Checkpoint callbacks .* and .* Keep one of them"):
+        build(Checkpoint(tmp_path), Checkpoint(tmp_path / second))
+
+
+class Rewriting(Callback):
+    """Changes the weights at the start of the run and of each epoch."""
+
+    def on_start(self, state):
+        self._change(state)
+
+    def on_start_epoch(self, state):
+        self._change(state)
+
+    @staticmethod
+    def _change(state):
+        with torch.no_grad():
+            state[torchbearer.MODEL][0].weight.mul_(0.5)
+            state[torchbearer.MODEL][1].running_mean.add_(1)
+
+
+@pytest.mark.parametrize(("at", "options"), [(13, {"every_steps": 3}), (25, {})])
+def test_weights_that_callbacks_change_at_a_start_are_those_of_the_file(tmp_path, at, options):
+    expected = train(callbacks=[Rewriting()])
+    with pytest.raises(Stopped):
+        train(tmp_path, [Rewriting(), failing(at)], **options)
+    finish_writing()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert_same(train(tmp_path, [Rewriting()], **options), expected)
 
 
 @ranks(2)

@@ -132,13 +132,14 @@ class Checkpoint(OrderedCallback):
         return self
 
     def on_init(self, state: Any) -> None:
-        """At init, where a second callback on the same folder can still be refused."""
+        """At init, where a second Checkpoint can still be refused."""
         super().on_init(state)
         callbacks = [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, Checkpoint)]
-        if len({each._folder.path.resolve() for each in callbacks}) < len(callbacks):
+        if len(callbacks) > 1:  # a resume would mix what they saved
+            folders = " and ".join(str(each._folder.path) for each in callbacks)
             raise ValueError(
-                f"Two Checkpoint callbacks write into {self._folder.path}: each needs a folder of "
-                "its own."
+                f"Two Checkpoint callbacks write into {folders}, but a run continues from one. "
+                "Keep one of them: it can save by epochs, steps, time and several monitors."
             )
 
     def on_start(self, state: Any) -> None:

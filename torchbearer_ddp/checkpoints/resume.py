@@ -200,6 +200,7 @@ class Resume:
         self._together(lambda: self._put_back_here(state))
 
     def _put_back_here(self, state: Any) -> None:
+        contents.load_model(state[torchbearer.MODEL], self._payload[contents.MODEL])
         contents.restore_callbacks(state, self._payload)
         contents.restore_schedulers(state, self._payload)
         own = self._mine["others"] if self._mine else {}
