@@ -273,3 +273,15 @@ def test_any_loader_is_divided_batch_by_batch():
 def test_a_loader_that_starts_over():
     assert list(Repeated([1, 2, 3], 7)) == [1, 2, 3, 1, 2, 3, 1]
     assert len(Repeated([1, 2, 3], 7)) == 7
+
+
+def test_a_loader_that_gives_nothing_is_not_started_over_for_ever():
+    class Empty:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            assert self.passes < 9
+            return iter(())
+
+    assert list(Repeated(Empty(), 7)) == []

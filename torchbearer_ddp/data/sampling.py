@@ -259,15 +259,22 @@ class ShardBatches:
 
 
 class Repeated:
-    """A loader that starts over until it has given so many batches, as torchbearer does."""
+    """A loader that starts over until it has given so many batches, as torchbearer does.
+
+    A pass without a batch is the last one.
+    """
 
     def __init__(self, inner: Any, steps: int) -> None:
         self.inner = inner
         self._steps = steps
 
     def __iter__(self) -> Iterator[Any]:
-        again = itertools.chain.from_iterable(self.inner for _ in itertools.count())
-        return itertools.islice(again, self._steps)
+        left, before = self._steps, -1
+        while left not in (0, before):
+            before = left
+            for batch in itertools.islice(self.inner, left):
+                left -= 1
+                yield batch
 
     def __len__(self) -> int:
         return self._steps
