@@ -114,6 +114,41 @@ def test_what_is_lost_in_a_step_comes_with_the_next(hosts, kind):
     hosts.run(body)
 
 
+#: Ways to compress with error feedback; a state of PowerSGD of its own for each rank.
+FEEDBACK = {
+    "int8": lambda: {"compress": "int8"},
+    "bf16": lambda: {"compress": "bf16", "error_feedback": True},
+    "powersgd": lambda: {"compress": "powersgd", "rank": 2},
+    "hook": lambda: {"hook": int8_hook, "hook_state": Int8State()},
+}
+
+
+@pytest.mark.parametrize("way", FEEDBACK)
+def test_steps_with_fewer_samples_neither_enlarge_nor_lose_what_is_fed_back(flat_hosts, way):
+    # Every sample is the same, so every batch has the same gradient, however many it has.
+    sizes, rounds = [[8, 1, 8, 3, 2], [8, 1, 5, 8, 1], [8, 1, 8, 8, 0]], 12
+
+    def mean_gradient(**options):
+        model, seen = build(), Seen()
+        (x, y), mine = samples(1), sizes[collectives.rank()]
+        x, y = (collectives.broadcast(each[:1], "a sample") for each in (x, y))
+        data = [(x.expand(n, -1), y.expand(n, -1)) for n in mine] * rounds
+        callbacks = [SyncModel(), SyncGradients(loss="mean", **options), seen]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trial = Trial(model, optimizer, nn.functional.mse_loss, callbacks=callbacks, verbose=0)
+        trial.with_train_generator(data).run(1)
+        return seen.total / seen.steps
+
+    def body():
+        exact = mean_gradient()
+        once = {"int8": 1e-2, "bf16": 5e-3, "powersgd": 1.0, "hook": 1e-2}[way]
+        off = mean_gradient(**FEEDBACK[way]()) - exact
+        # What is lost over all of the steps is no more than a few single losses.
+        assert float(off.norm() / exact.norm()) < 4 * once / len(sizes[0]) / rounds + 1e-6
+
+    flat_hosts.run(body)
+
+
 def quantized(x):
     """Eight bits in blocks, by numpy."""
     out = numpy.empty_like(x)

@@ -55,8 +55,8 @@ class OrderedCallback(Callback):  # type: ignore[misc]
         if (trial := state.get(torchbearer.SELF)) is not None:
             scoped_trial.install(trial)
 
-    def enter(self) -> None:
-        """Called when run, evaluate or predict begins, before any hook."""
+    def enter(self, method: str) -> None:
+        """Called when run, evaluate or predict begins, before any hook, with its name."""
 
     def leave(self) -> None:
         """Called when run, evaluate or predict is left, also by an exception on this rank alone."""
@@ -100,7 +100,7 @@ class OrderedCallbackList(CallbackList):  # type: ignore[misc]
         """Calls ``enter`` of every callback of ours."""
         self._run_end.begin(trial, method)
         for callback in self._ours():
-            callback.enter()
+            callback.enter(method)
 
     def leave(self) -> None:
         """Calls ``leave`` of every callback of ours; nothing polls for a signal any more."""

@@ -140,7 +140,7 @@ class SyncGradients(OrderedCallback):
         self._stragglers = Stragglers(())
         self._is_entered = False
 
-    def enter(self) -> None:
+    def enter(self, method: str) -> None:
         """Before anything is drawn or restored: from here on each rank has its own noise."""
         if self._is_entered:
             raise ValueError(
@@ -149,11 +149,16 @@ class SyncGradients(OrderedCallback):
             )
         self._is_entered = True
         unsynchronised.begin_averaging(self)
-        self._exchange.losses.clear()
+        if method == "run":  # an evaluation shows losses as the run before it did
+            self._exchange.losses.clear()
         self._streams.enter()
 
     def on_start(self, state: Any) -> None:
         """A callback may train something of its own before the first epoch, or in evaluate."""
+        if (
+            self._exchange.is_under_way
+        ):  # an evaluation inside of a run, which has a state of its own
+            return
         self._exchange.begin(state)
         group = self._exchange.group
         if group is not None and self._stragglers.hosts != group.hosts:
@@ -258,7 +263,7 @@ class SyncGradients(OrderedCallback):
 
         They differ by local steps, or by rounding.
         """
-        self._exchange.settle(state)
+        self._exchange.align(state)
         if self._compression.may_drift and collectives.world_size() > 1:
             drift.align(trained.parameters(state, self.skip))
 

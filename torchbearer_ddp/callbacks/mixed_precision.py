@@ -92,7 +92,7 @@ class MixedPrecision(OrderedCallback):
         self._own_arguments: Any = None
         self._has_seen_closure = False
 
-    def enter(self) -> None:
+    def enter(self, method: str) -> None:
         """Begins to count anew, also after a run that failed in the middle of an epoch."""
         self.skipped_steps = 0
 
@@ -176,7 +176,7 @@ class MixedPrecision(OrderedCallback):
         self._steps.close()
         if self._scaling is not None:
             self._scaling.close()
-        self._state = None
+        self._state = self._own_arguments = None
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, and the steps skipped in this epoch; nothing with bf16."""

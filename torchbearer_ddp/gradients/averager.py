@@ -19,6 +19,7 @@ from torchbearer_ddp.gradients.spare import Spare
 from torchbearer_ddp.gradients.weights import Average, Weights
 from torchbearer_ddp.group import agreement, layouts, replicas, trained
 from torchbearer_ddp.group.membership import Group
+from torchbearer_ddp.group.waiting import Wait, complete
 from torchbearer_ddp.log import announce
 
 _WRAPPED = "the model is wrapped in DistributedDataParallel, which averages the gradients"
@@ -307,7 +308,7 @@ class Averager:
         if not all(each["spare"] for each in everyone):
             self._spare.drop()
         if any(each["failed"] for each in everyone):
-            group.renew_gradients()
+            complete(group.renew_gradients, Wait(group, "a new channel for gradients"))
         self._failed = False
         drift.align_strangers(self._strangers, [each["strangers"] for each in everyone])
         self._strangers = []
@@ -316,7 +317,8 @@ class Averager:
         active = {index for each in everyone for index in each["active"]}
         sparse = {index for each in everyone for index in each["sparse"]}
         first = everyone[0]["order"]  # rank zero's order for all
-        order = [*first, *(i for i, _ in indexed if i not in set(first))]
+        known = set(first)
+        order = [*first, *(i for i, _ in indexed if i not in known)]
         wanted = [index for index in order if index in active]
         self.close()
         self._outside = [parameter for i, parameter in indexed if i not in active]

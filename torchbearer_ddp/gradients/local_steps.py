@@ -97,6 +97,16 @@ class LocalExchange(StepExchange):
         self.step.agreed = self._replicas.reduce(self.group, state, report, average)
         self.window.clear()
 
+    def align(self, state: Any) -> None:
+        """Averages where any rank has made steps: ranks may have failed at different batches."""
+        mine = self.window.steps, self.window.average
+        everyone = collectives.all_gather(mine, "the steps since the last average")
+        if any(steps for steps, _ in everyone):
+            counted = [average for _, average in everyone if average != Average.EQUAL.value]
+            self.window.steps = max(steps for steps, _ in everyone)
+            self.window.average = counted[0] if counted else Average.EQUAL.value
+            self.settle(state)
+
     def local_states(self) -> dict[str, Any]:
         """Where this rank is between two averages."""
         return {"window": self.window}
@@ -106,13 +116,18 @@ class LocalExchange(StepExchange):
         super().end()
         self._replicas.close()
 
+    def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(parameter.grad is not None for parameter in trained.parameters_of(optimizer))
+
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Notes what an optimizer is about to change."""
         state = self._state
-        is_main = state is not None and optimizer is state[torchbearer.OPTIMIZER]
+        if not self._is_in_charge:
+            return result
+        is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self.step.backwards and optimizer.param_groups:
             # A closure that does not call on_backward, or that has skipped this batch.
-            if all(p.grad is None for p in trained.parameters_of(optimizer)):
+            if not self._has_gradient(optimizer):
                 self.losses.find(state, 0)
                 self.step.counts = self.losses.average(0), 0.0
             result = self.after_backward(state, result)

@@ -141,6 +141,8 @@ def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.
             return total(TargetWeights.of(criterion), target)
     elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
         target = class_targets(state)
+        if target is not None and criterion.weight is not None and criterion.reduction == "mean":
+            return total(TargetWeights.of(criterion), target)  # they were set after the first batch
         if target is not None and target.dim() == 1:
             if target.device.type == "cpu":
                 return not_ignored(target, criterion.ignore_index)

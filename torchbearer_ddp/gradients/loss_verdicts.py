@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -211,7 +212,12 @@ def _describe(criterion: Any) -> str:
     if isinstance(criterion, str):
         return criterion
     if isinstance(criterion, torch.nn.Module):
-        return repr(criterion)
+        settings = [getattr(criterion, "reduction", None), getattr(criterion, "ignore_index", None)]
+        weight = getattr(criterion, "weight", None)
+        if torch.is_tensor(weight) and not isinstance(weight, torch.nn.Parameter):
+            settings.append(zlib.crc32(weight.cpu().numpy().tobytes()))
+        known = [each for each in settings if each is not None]
+        return f"{criterion!r} {known}" if known else repr(criterion)
     return str(getattr(criterion, "__qualname__", type(criterion).__qualname__))
 
 

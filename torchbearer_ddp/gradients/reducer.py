@@ -17,6 +17,7 @@ from torchbearer_ddp.gradients.header import Header, RankReport, StepSummary, bi
 from torchbearer_ddp.gradients.hooks import ChangedGradients, EarlyCopies, EarlySends, Marks
 from torchbearer_ddp.gradients.timing import Timing, clock_for
 from torchbearer_ddp.gradients.transports.choose import choose
+from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.weights import Average, Weights, counts_nothing
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
@@ -56,9 +57,9 @@ class Reducer:
         dense = {i: each.parameter for i, each in enumerate(trained) if not each.is_sparse}
         header = Header.size(member.world_size, len(trained))
         self._buckets = layout.plan(dense, self._groups, options.bucket_bytes, header)
-        self._transport, self.choice = choose(
-            group, options.transport, self._buckets, options.compress
-        )
+        compression = Compression.of(options.compress)
+        self._memory = compression.memory
+        self._transport, self.choice = choose(group, options.transport, self._buckets, compression)
         self._tensors = self._transport.tensors
         placed = layout.place(self._buckets, self._tensors, dense)
         self._views = [placed.get(index) for index in range(len(trained))]
@@ -80,9 +81,8 @@ class Reducer:
         )
         self._begun = False
         self._hooks = self._make_hooks()
-        self._step = 0
+        self._step, self.timing = 0, Timing()
         self._clock = clock_for(self._buckets[-1].device)
-        self.timing = Timing()
 
     def _make_hooks(self) -> ChangedGradients:
         watched = (self._parameters, self._views, self._marks)
@@ -151,6 +151,9 @@ class Reducer:
         if self._sends_early:
             if self._begun and all(parameter.grad is None for parameter in self._parameters):
                 self._abandon()
+                self._begun = False
+            if not self._begun:
+                self._begin_memory(average, weight)
             self._begun = True
         factor, empty = self.weights.of(average, weight), counts_nothing(average, weight)
         self._hooks.arm(lambda index: self._start(index, factor, empty))
@@ -257,9 +260,15 @@ class Reducer:
             layout.fill(self._buckets[index], self._parameters, 1.0 if applied else factor, empty)
         self._transport.start(index, factor if applied else 1.0)
 
+    def _begin_memory(self, average: Average, weight: float) -> None:
+        """Tells what compression remembers how much of a regular step this rank sends."""
+        self._memory.begin_exchange(self.weights.part(average, weight, known=self._header_first))
+
     def _exchange(self, exchange: Exchange, sent: int = 0) -> StepSummary:
-        # The timeout starts here: buckets sent during backward do not block.
         report = exchange.report
+        if not sent:
+            self._begin_memory(exchange.average, report.weight)
+        # The timeout starts here: buckets sent during backward do not block.
         wait = Wait(self._group, f"the gradients of exchange {self._step}")
         self._header.write(report, None if exchange.is_full else exchange.used)
         last = len(self._buckets) - 1
@@ -310,11 +319,12 @@ class Reducer:
             raise DesyncError(problem)
 
     def _hand_out(self, summary: StepSummary, exchange: Exchange) -> None:
-        if not summary.failed:
-            self._transport.commit()
         correction = 1.0
         if not self._header_first:
             correction = self.weights.correction(exchange.average, summary.weights)
+        if not summary.failed:
+            self._transport.commit()
+            self._memory.settle(correction)
         if correction != 1.0:
             for bucket, tensor in zip(self._buckets, self._tensors, strict=True):
                 if summary.groups >> bucket.group & 1:

@@ -70,6 +70,9 @@ class ReplicaAverage:
             self._remake(group, changed, tensors, states, report)
             self._layout, report.regroup = layout, False
             summary = self._exchange(tensors, report, average)
+        if average is Average.WEIGHTED and not any(summary.weights):
+            # No rank has counted a sample: all replicas are as good, and none of them is zero.
+            summary = self._exchange(tensors, report, Average.EQUAL)
         self._check(group, summary)
         for name, carrier in self._carriers.items():
             if carrier.grad is not None:

@@ -19,6 +19,8 @@ from torchbearer_ddp.group import collectives, membership, stop_request, trained
 from torchbearer_ddp.group.membership import Group
 
 _NOTHING = RankReport()
+#: The exchanges of the runs under way, the innermost last: a callback may run another Trial.
+_running: list[StepExchange] = []
 
 
 @dataclass
@@ -61,21 +63,29 @@ class StepExchange:
         self.asks_to_stop = False
         self.group: Group | None = None
         self._state: Any = None
-        #: The loss that the last exchange has made equal on all ranks.
-        self._shared_loss: Any = None
+        #: The loss of the last exchange, as the closure has it, and that of all ranks together.
+        self._shared_loss: tuple[Any, Any] = (None, None)
         self._optimizer_steps = OptimizerSteps(self._before_closure, self._before_update)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True from the start of a run of several ranks, or with ``accumulate``, to its end."""
+        return self._state is not None
 
     def begin(self, state: Any) -> None:
         """Begins a run or an epoch: what is trained may have changed."""
         self.step = Step()
         group = membership.current()
         self.group = group if group is not None and group.member.world_size > 1 else None
-        if self.group is not None:
+        if self.group is not None or self.accumulation.is_used:
             self._state = state
+            self._optimizer_steps.watch()
+            if self not in _running:
+                _running.append(self)
+        if self.group is not None:
             loader = state.get(torchbearer.GENERATOR)
             self.averager.expected = float(getattr(loader, "batch_size", None) or 0)
             self.averager.track(state)
-            self._optimizer_steps.watch()
 
     def begin_step(self) -> None:
         """Begins a step, in which nothing is agreed yet."""
@@ -86,10 +96,13 @@ class StepExchange:
     def end(self) -> None:
         """Ends what a run has changed for the whole process; gradients get memory of their own."""
         self._optimizer_steps.close()
+        if self in _running:
+            _running.remove(self)
         self.averager.rest(self.group)
         self.averager.regular = 0.0
         self.accumulation.clear()
-        self._state = self.group = self._shared_loss = None
+        self._state = self.group = None
+        self._shared_loss = None, None
 
     def before_backward(self, state: Any) -> None:
         """From here on a full bucket may travel while backward runs."""
@@ -122,6 +135,9 @@ class StepExchange:
     def settle(self, state: Any) -> None:
         """Makes the replicas equal where ranks step by themselves; here they are equal."""
 
+    def align(self, state: Any) -> None:
+        """Does so where ranks may have ended at different steps; collective."""
+
     def local_states(self) -> dict[str, Any]:
         """What each rank has for itself in a checkpoint: nothing, all ranks are at one place."""
         return {}
@@ -138,22 +154,23 @@ class StepExchange:
 
     def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may call its closure more than once for one batch."""
-        if self._state is not None and optimizer is self._state[torchbearer.OPTIMIZER]:
+        if self._is_in_charge and optimizer is self._state[torchbearer.OPTIMIZER]:
             self.step.backwards = 0
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Averages what an optimizer is about to use and no hook has averaged yet."""
         state = self._state
-        if state is None:
+        if not self._is_in_charge:
             return result
         is_main = optimizer is state[torchbearer.OPTIMIZER]
         if is_main and not self.step.backwards and optimizer.param_groups:
             # A closure that does not call on_backward, or that has skipped this batch.
-            own = frozenset(map(id, trained.parameters_of(optimizer)))
-            if not self.averager.has_new_gradient(own):
+            if not self._has_gradient(optimizer):
                 self.losses.find(state, 0)
                 self.step.counts = self.losses.average(0), 0.0
             result = self.after_backward(state, result)
+        if self.group is None:
+            return result
         if self.averager.needs_average(optimizer, is_main=is_main):
             if is_main:
                 number = max(0, self.step.backwards - 1)
@@ -163,9 +180,25 @@ class StepExchange:
                 average, weight = self.losses.of_another_optimizer(state, name)
             result = self._exchange(state, average, weight, result, optimizer)
         self.averager.check_mixed(optimizer)
-        if closure_decides(optimizer) and result is not None and result is not self._shared_loss:
-            result = self._share(state, result)
+        if closure_decides(optimizer) and result is not None:
+            own, agreed = self._shared_loss
+            if result is own:
+                return agreed
+            if result is not agreed:
+                return self._share(state, result)
         return result
+
+    @property
+    def _is_in_charge(self) -> bool:
+        """True during a run of this Trial, but not while another one runs inside of it."""
+        return self._state is not None and _running[-1:] == [self]
+
+    def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if the batch has made gradients of what an optimizer trains."""
+        own = trained.parameters_of(optimizer)
+        if self.group is None:
+            return any(parameter.grad is not None for parameter in own)
+        return self.averager.has_new_gradient(frozenset(map(id, own)))
 
     def _share(self, state: Any, result: Any) -> Any:
         """Gives every rank one loss, where a closure has returned another than the state holds."""
@@ -173,7 +206,7 @@ class StepExchange:
         everyone = collectives.all_gather(mine, "the loss of a closure")
         values, weights = zip(*everyone, strict=True)
         agreed = self.averager.combine(self.losses.average(0), values, weights)
-        return result.detach().fill_(agreed) if torch.is_tensor(result) else agreed
+        return _like(result, agreed)
 
     def _exchange(
         self,
@@ -195,12 +228,10 @@ class StepExchange:
         summary = self.step.agreed = self.averager.reduce(group, report, average, optimizer)
         if not decides:
             return loss
-        agreed = self.averager.combine(average, summary.losses, summary.weights)
-        self._shared_loss = agreed
-        if torch.is_tensor(loss):
-            loss.detach().fill_(agreed)
-            self._shared_loss = loss
-        return self._shared_loss
+        # Not in place: the metrics add up what each rank has.
+        agreed = _like(loss, self.averager.combine(average, summary.losses, summary.weights))
+        self._shared_loss = loss, agreed
+        return agreed
 
     def _report(self, state: Any, weight: float) -> RankReport:
         """What this rank reports to the others at this step."""
@@ -209,6 +240,11 @@ class StepExchange:
         report.batch = state.get(torchbearer.BATCH) or 0
         report.wishes = self.wishes.bits()
         return report
+
+
+def _like(loss: Any, value: float) -> Any:
+    """A loss of another value, as a tensor if it is one."""
+    return torch.full_like(loss.detach(), value) if torch.is_tensor(loss) else value
 
 
 def _number(loss: Any) -> float:

@@ -44,6 +44,10 @@ class Weights:
             return 1.0 / self.world_size
         return own / (self.world_size * self.regular)
 
+    def part(self, average: Average, own: float, *, known: bool) -> float:
+        """How much of a regular batch a rank sends; all where the weights were ``known`` before."""
+        return own / self.regular if average is Average.WEIGHTED and not known else 1.0
+
     def share(self, average: Average, own: float, everyones: Sequence[float]) -> float:
         """What this rank's gradient is multiplied by where every rank's weight is known before."""
         total = sum(everyones)

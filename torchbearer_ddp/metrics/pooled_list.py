@@ -146,10 +146,17 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
             for name, recorded in lengths.items():
                 rows: Any = getattr(leaf.metric, name, None)
                 recorded.append(len(rows) if hasattr(rows, "__len__") else 0)
-        self._sizes.append(batch_size(args[0]))
-        self._weights.append(self.loss_rule.weight(args[0]))
+        size = batch_size(args[0])
+        self._sizes.append(size)
+        self._weights.append(self.loss_rule.weight(args[0]) if self._by_step(args[0]) else size)
         self._exchanged = False
         return values
+
+    def _by_step(self, state: Any) -> bool:
+        """True if the batches of a step count by what their losses divide by."""
+        if self._training:
+            return True
+        return BatchOrder.of(share_of(state.get(torchbearer.GENERATOR)), training=False).by_step
 
     @torch.no_grad()
     def process_final(self, *args: Any) -> Any:

@@ -48,6 +48,14 @@ class Int8State:
         """Gradients are this many times as large from the next step on, by a loss scale."""
         self._memory.rescale(factor)
 
+    def begin_exchange(self, share: float) -> None:
+        """This rank is about to send this share of a regular step, which has fewer samples."""
+        self._memory.begin_exchange(share)
+
+    def settle(self, correction: float) -> None:
+        """The averages of the exchange were multiplied by this, as its ranks had fewer samples."""
+        self._memory.settle(correction)
+
     def renew_buckets(self) -> None:
         """Drops what belongs to buckets, as they are others now."""
         self._sums.clear()

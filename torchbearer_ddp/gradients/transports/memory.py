@@ -16,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.log import announce
 
+#: Less than this is a matter of rounding.
+_ROUNDING = 1e-9
 #: What PowerSGD remembers by bucket, and what else of it changes.
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 _COUNTERS = (
@@ -31,12 +33,34 @@ class Residual:
 
     A new one is valid only once the exchange is known to count: one that has to be repeated, or
     whose backward pass failed, leaves the residual as it was.
+
+    It has the unit of the average. In a step with fewer samples numbers are smaller when they are
+    sent, and the sum is multiplied by a correction. So a share of the residual is sent, and what
+    was lost is corrected too; what is left of the old residual stays.
+
+    Attributes:
+        current: What is to be added.
+        next: What was lost in the running exchange.
+        share: How much of it is sent in this step.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
         self.current = torch.zeros_like(like)
         self.next = torch.zeros_like(like)
+        self.share = 1.0
         self._is_new = False
+        self._is_committed = False
+
+    def begin(self, share: float) -> None:
+        """Begins an exchange; one that was committed and not settled is undone."""
+        if self._is_committed:
+            self.current, self.next = self.next, self.current
+        self.share, self._is_new, self._is_committed = share, False, False
+
+    def add_to(self, numbers: torch.Tensor) -> None:
+        """Adds the share of this step to numbers that are about to be sent."""
+        if self.share:
+            numbers.add_(self.current, alpha=self.share)
 
     def note_next(self) -> None:
         """Says that :attr:`next` is filled."""
@@ -46,7 +70,23 @@ class Residual:
         """Makes the new residual the one to add."""
         if self._is_new:
             self.current, self.next = self.next, self.current
-            self._is_new = False
+            self._is_new, self._is_committed = False, True
+
+    def settle(self, correction: float) -> None:
+        """Brings what was committed into the unit of the average, and adds what was not sent."""
+        if self._is_committed:
+            self.current = _settled(self.current, self.next, self.share, correction)
+            self._is_committed = False
+
+
+def _settled(
+    lost: torch.Tensor, before: torch.Tensor, share: float, correction: float
+) -> torch.Tensor:
+    """What is to be added next: what was lost, and what was not sent of the one before."""
+    if correction != 1.0:
+        lost.mul_(correction)
+    left = 1.0 - share * correction
+    return lost if abs(left) < _ROUNDING else lost.add_(before, alpha=left)
 
 
 class Memory:
@@ -57,6 +97,9 @@ class Memory:
         self._parameters: list[int] = []
         self._residuals: dict[str, Residual] = {}
         self.hook_state: Any = None
+        self._share = 1.0
+        #: PowerSGD's errors before the running exchange.
+        self._errors: dict[int, torch.Tensor] | None = None
         #: What was loaded and is not in use yet.
         self._loaded: dict[str, Any] = {}
 
@@ -80,16 +123,51 @@ class Memory:
             or known.current.device != like.device
         ):
             known = self._residuals[key] = Residual(like)
+            known.share = self._share
             saved = self._loaded.get("residuals", {}).pop(key, None)
             if saved is not None and saved.shape == like.shape:
                 known.current.copy_(saved)
         return known
 
+    def begin_exchange(self, share: float) -> None:
+        """Begins an exchange in which this rank sends this share of a regular step.
+
+        One that was begun and not settled is undone.
+        """
+        self._share = share
+        for each in self._residuals.values():
+            each.begin(share)
+        state = self.hook_state
+        if isinstance(state, PowerSGDState):
+            if self._errors is not None:
+                state.error_dict = self._errors
+            self._errors = dict(state.error_dict)
+            if share != 1.0:
+                state.error_dict = {i: each * share for i, each in self._errors.items()}
+        elif callable(getattr(state, "begin_exchange", None)):
+            state.begin_exchange(share)
+
+    def settle(self, correction: float) -> None:
+        """Ends an exchange that counts, whose sums were multiplied by this."""
+        for each in self._residuals.values():
+            each.settle(correction)
+        state, before, self._errors = self.hook_state, self._errors, None
+        if isinstance(state, PowerSGDState) and before is not None:
+            for index, lost in state.error_dict.items():
+                if lost is not before.get(index):
+                    earlier = before.get(index, torch.zeros_like(lost))
+                    _settled(lost, earlier, self._share, correction)
+        elif callable(getattr(state, "settle", None)):
+            state.settle(correction)
+
     def rescale(self, factor: float) -> None:
         """Gradients are this many times as large from the next step on."""
         for each in self._residuals.values():
             each.current.mul_(factor)
-        if callable(getattr(self.hook_state, "rescale", None)):
+        if isinstance(self.hook_state, PowerSGDState):
+            for error in self.hook_state.error_dict.values():
+                error.mul_(factor)
+        elif callable(getattr(self.hook_state, "rescale", None)):
             self.hook_state.rescale(factor)
 
     def drop(self) -> None:

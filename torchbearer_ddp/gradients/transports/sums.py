@@ -221,7 +221,7 @@ class CodedSum(Sum):
 
     def _send(self) -> None:
         if self._lost is not None:
-            self._tensor.add_(self._lost.current)
+            self._lost.add_to(self._tensor)
         numbers = [self._tensor] if self._is_direct else self._slices
         for part, row in zip(numbers, self._sent, strict=True):
             self._codec.encode(part, row)
@@ -243,7 +243,7 @@ class CodedSum(Sum):
     def _add_slice(self) -> None:
         self._add_rows(self._total)
         if self._lost_sum is not None:
-            self._total.add_(self._lost_sum.current)
+            self._lost_sum.add_to(self._total)
         self._codec.encode(self._total, self._sent[0])
         if self._lost_sum is not None:
             self._note_loss(self._total, self._sent[0], self._lost_sum.next)
