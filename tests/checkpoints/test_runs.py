@@ -1,5 +1,6 @@
 """Scripts that call ``run()`` several times, and runs that were over when they were restarted."""
 
+import contextlib
 import functools
 import warnings
 
@@ -76,6 +77,21 @@ def test_several_runs_on_ranks(tmp_path):
             [(twice, 4 * 2 + 3), (with_evaluations, 4 + 2), (with_changes, 4 * 3 + 1)]
         ):
             pool.run(functools.partial(check, tmp_path / str(number), script, at, every_steps=3))
+        pool.run(functools.partial(without_the_first_end, tmp_path / "gone"))
+
+
+def without_the_first_end(folder):
+    """The order of the data is that of the first call, also where it cannot be restored."""
+    expected = run_script(twice)
+    with pytest.raises(Stopped):
+        run_script(twice, failing(4 * 2 + 3), Checkpoint(folder, every_steps=1, monitor=None))
+    finish_writing()
+    collectives.barrier()
+    if collectives.is_rank_zero():
+        (folder / "epoch-0002.pt").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(run_script(twice, Checkpoint(folder)), expected)
 
 
 def test_several_trials_in_one_script(tmp_path):
@@ -155,6 +171,23 @@ def test_a_run_that_fails_before_it_has_continued_can_be_called_again(tmp_path):
         trial.run(3)
     trial.run(3)
     assert_same({**outcome(trial), "noted": trial.state[torchbearer.HISTORY]}, expected)
+
+
+def test_a_run_that_failed_and_was_called_again_is_one_run(tmp_path):
+    """As in a script that catches an error, which does not come again after a restart."""
+
+    def script(trial):
+        with contextlib.suppress(Stopped):
+            return trial.run(3)
+        return trial.run(3)
+
+    with pytest.raises(Stopped):
+        run_script(script, failing(3), failing(14), Checkpoint(tmp_path, every_steps=1))
+    finish_writing()
+    assert len(file.read(tmp_path / "latest")["torchbearer_ddp"]["runs"]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+        assert len(run_script(script, Checkpoint(tmp_path))["history"]) == 3
 
 
 class Plateau(EarlyStopping):

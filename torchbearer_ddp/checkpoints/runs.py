@@ -22,6 +22,7 @@ from torchbearer_ddp.checkpoints import contents, generators, rank_state, source
 from torchbearer_ddp.checkpoints.epoch_trace import EpochTrace
 from torchbearer_ddp.checkpoints.folder import Folder
 from torchbearer_ddp.checkpoints.resume import Resume
+from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
@@ -47,6 +48,8 @@ class Runs:
         self._folder = folder
         self.log: list[list[int]] = []
         self.started: dict[str, Any] = {}
+        #: True from the start of a call until its end, which one that fails does not have.
+        self._is_open = False
         #: The newest checkpoint, until the call has come that continues from it.
         self._pending: Resume | None = None
         #: What the call in progress continues from, until it is where the checkpoint was saved.
@@ -94,17 +97,16 @@ class Runs:
     def begin(self, state: Any, global_step: int) -> int:
         """Begins a call, and returns the number of steps done: in this process, or before it."""
         self._current = None
+        if self._is_open:  # the call before failed: this one goes on with what it left
+            self.log.pop()
+        self._is_open = True
         self.log.append([int(state[torchbearer.MAX_EPOCHS]), _epochs(state), global_step])
         if (pending := self._pending) is not None:
             ended = pending.ended_run(len(self.log), self.log[-1][0])
-            try:
-                if ended is None:
-                    self._continue(state, pending)
-                else:
-                    self._pass_over(state, pending, ended)
-            except CheckpointError:  # an older one may be tried
-                self.log.pop()
-                raise
+            if ended is None:
+                self._continue(state, pending)
+            else:
+                self._pass_over(state, pending, ended)
             global_step = (self._current or pending).global_step
         self.started = generators.collect(state)
         return global_step
@@ -151,7 +153,9 @@ class Runs:
                     "file, not those of that time. With a larger keep, or None, more files stay.",
                     stacklevel=2,
                 )
-            with contextlib.suppress(CheckpointError):  # the model may only get its parts later
+            # The order of the data comes from the seed in force at the first call; that of a later
+            # call, which is in this file, is another one. The model may only get its parts later.
+            with contextlib.suppress(CheckpointError), randomness.preserved():
                 pending.start(state)
             del state[torchbearer.HISTORY][epochs:]
             state[torchbearer.MAX_EPOCHS] = epochs  # none is left to do
@@ -178,6 +182,7 @@ class Runs:
             self._current.finish(state)
             self._reached()
         self.log[-1][1:] = [_epochs(state), global_step]
+        self._is_open = False
 
     def _reached(self) -> None:
         """The call is where its checkpoint was saved; one that asked for less leaves it pending."""
