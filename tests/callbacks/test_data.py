@@ -62,10 +62,10 @@ class Echo(torch.nn.Module):
         return x.float() + self.weight
 
 
-def make_trial(seen, **options):
+def make_trial(seen, callbacks=(), **options):
     model = Echo()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    callbacks = [seen, ShardData(**options)]
+    callbacks = [seen, ShardData(**options), *callbacks]
     return Trial(model, optimizer, torch.nn.MSELoss(), callbacks=callbacks, verbose=0)
 
 
@@ -102,6 +102,38 @@ def test_the_global_batch_is_the_one_of_a_single_process():
     make_trial(seen, global_batch=True).with_train_generator(loader).run(1)
     for step, batches in enumerate(zip(*everyone(seen.trained[0]), strict=True)):
         assert sorted(flat(batches)) == list(range(8 * step, 8 * step + 8))
+
+
+class Evaluating(Callback):
+    """Evaluates in one hook of a run."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self._evaluate)
+        self._inside = False
+
+    def _evaluate(self, state):
+        if not self._inside:
+            self._inside = True
+            state[torchbearer.SELF].evaluate()
+            self._inside = False
+
+
+@ranks(2)
+def test_an_evaluation_inside_a_run_leaves_the_order_of_its_data():
+    def order(*callbacks):
+        torch.manual_seed(3)
+        seen = Seen()
+        trial = make_trial(seen, callbacks=callbacks)
+        # The share has two batches: it starts over within an epoch.
+        trial.with_train_generator(DataLoader(numbers(8), 2, shuffle=True), steps=5)
+        trial.with_val_generator(DataLoader(numbers(4), 2)).run(3)
+        return seen.trained
+
+    expected = order()
+    assert expected[0] != expected[1]
+    for hook in ("on_start", "on_start_epoch", "on_start_training", "on_step_training"):
+        assert order(Evaluating(hook)) == expected, hook
 
 
 @ranks(3)

@@ -108,6 +108,8 @@ class ShardData(OrderedCallback):
         self.global_batch = global_batch
         #: The data of the Trial as it was written there, by key.
         self._entries: dict[Any, Any] = {}
+        #: The state of the call in progress; evaluations inside a run have states of their own.
+        self._outermost: Any = None
 
     def wants(self, key: Any) -> bool:
         """True if the data under a key of the state is to be sharded.
@@ -121,6 +123,8 @@ class ShardData(OrderedCallback):
         """At the start of run, evaluate and predict: the loaders are not known earlier."""
         if collectives.world_size() == 1:
             return
+        if self._outermost is None:
+            self._outermost = state
         trial = state[torchbearer.SELF]
         keys = [*DATA_KEYS]
         running = state.get(torchbearer.DATA)
@@ -138,14 +142,21 @@ class ShardData(OrderedCallback):
             self._use_share(trial.state, state, running)
 
     def on_start_epoch(self, state: Any) -> None:
-        """Sets the epoch before its first batch is drawn."""
+        """Sets the epoch before its first batch is drawn.
+
+        An evaluation inside a run is in epoch 0, but what it reads may be the run's data.
+        """
         if collectives.world_size() == 1:
             return
-        trial = state[torchbearer.SELF]
-        using = [_loader(trial.state, key) for key in DATA_KEYS]
-        using.append(state.get(torchbearer.GENERATOR))
+        using = [state.get(torchbearer.GENERATOR)]
+        if state is self._outermost:
+            using += [_loader(state[torchbearer.SELF].state, key) for key in DATA_KEYS]
         for loader in {id(each): each for each in using if each is not None}.values():
-            loaders.set_epoch(loader, state[torchbearer.EPOCH])
+            loaders.set_epoch(loader, self._outermost[torchbearer.EPOCH])
+
+    def leave(self) -> None:
+        """After an exception too: the next call is not inside this one."""
+        self._outermost = None
 
     def _share(self, trial_state: Any, state: Any, key: Any, seed: int) -> None:
         entry: tuple[Any, Any] = trial_state.get(key) or (None, None)
