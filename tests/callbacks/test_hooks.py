@@ -241,7 +241,8 @@ def test_a_hook_that_never_answers_is_a_bounded_wait():
             return default_hooks.allreduce_hook(None, bucket)
         return torch.futures.Future()
 
-    with pytest.raises(DistributedError, match=r"still waits after 3 s"):
+    # Who is said to wait depends on when each rank has told that it does.
+    with pytest.raises(DistributedError, match=r"(still waits after|did not answer within) 3 s"):
         trained(silent)
 
 

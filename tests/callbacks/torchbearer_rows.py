@@ -414,7 +414,9 @@ def matrix_row(run: Run) -> Callback:
 
 def bar_lines(run: Run) -> list[tuple[str, str]]:
     """The last line of each pass: its name, and its metrics."""
-    lines = re.findall(r"(\d+/\d+\(\w\)): 100%.*?\[.*?, ([a-z_]+=[^\r\]]+)\]\n", run.bar.getvalue())
+    lines = re.findall(
+        r"(\d+/\d+\(\w\)): 100%.*?\[.*?, ([a-z_]+=[^\r\]]+)\] *\n", run.bar.getvalue()
+    )
     return lines
 
 

@@ -116,8 +116,13 @@ run_distributed(work)
 def test_the_stack_is_shown_while_native_code_blocks_all_of_python():
     flags = ("--nproc-per-node", "2", "--debug", "--grace", "1")
     with Program(sys.executable, "-c", BUSY, *flags, raw=True) as program:
-        os.kill(program.pids(2)[1], signal.SIGUSR1)
-        until(lambda: "in hold_the_lock\n" in program.text(), 20)
+        pid = program.pids(2)[1]
+
+        def is_shown():
+            os.kill(pid, signal.SIGUSR1)  # again: the rank says its pid before it holds the lock
+            return "in hold_the_lock\n" in program.text()
+
+        until(is_shown, 20)
         program.process.terminate()
         assert program.code() == 143, program.text()
 

@@ -70,14 +70,14 @@ class Strangers:
 
 def test_strangers_on_the_rendezvous_port_have_no_effect():
     port = free_port()
-    flags = ("--steps", "150", "--pause", "0.02", "--timeout", "60")
+    flags = ("--steps", "400", "--pause", "0.02", "--timeout", "60")
     with contextlib.closing(Strangers(port)) as strangers:
         with (
             training(0, "127.0.0.1", port, *flags) as zero,
             training(1, "127.0.0.1", port, *flags) as one,
         ):
-            until(lambda: zero.output and one.output, 60)
-            assert strangers.came >= IDLE  # at the start
+            # At the start, before the ranks have begun to train or while they do.
+            until(lambda: strangers.came >= IDLE and zero.output and one.output, 60)
             strangers.come()  # and during training
             assert_well_ended(zero, one)
             assert "Traceback" not in zero.text() + one.text()
@@ -106,6 +106,7 @@ def stays_connected(program, port, seconds=0.5):
     while found and time.monotonic() < deadline:
         if proc.connection_to(pid, port) != found:
             return False
+        time.sleep(0.02)
     return found is not None
 
 

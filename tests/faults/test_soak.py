@@ -1,6 +1,7 @@
 """Random events, many ranks on few cores, many launches in a row."""
 
 import gc
+import operator
 import os
 import random
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import proc
-from tests.processes import bound
+from tests.processes import bound, until
 from tests.programs import launch, train_with_events
 from tests.ranks import run_ranks
 from torchbearer_ddp import WorkerError, rank
@@ -101,7 +102,10 @@ def test_launches_in_a_row_leave_nothing_behind():
         else:
             assert launch(rank) == [0, 1]
     gc.collect()  # what a caught error held
-    # There may be fewer: what earlier tests have left to the collector goes as well.
-    *counts, shared = belongings()
-    assert all(now <= then for now, then in zip(counts, before, strict=False)), (counts, before)
-    assert shared == before[-1]
+
+    def is_tidy():
+        # There may be fewer: what earlier tests have left to the collector goes as well.
+        *counts, shared = belongings()
+        return shared == before[-1] and all(map(operator.le, counts, before))
+
+    until(is_tidy, 10)  # a thread is listed for a moment after its end

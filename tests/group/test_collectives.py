@@ -1,5 +1,6 @@
 """Every collective on real ranks, also where ranks raise or are out of step."""
 
+import sys
 import threading
 
 import pytest
@@ -268,6 +269,10 @@ def test_rank_zero_first_runs_first_and_its_error_is_raised_on_all(tmp_path):
         with collectives.rank_zero_first():
             if collectives.rank() == 0:
                 raise ValueError("no data")
+    with pytest.raises((SystemExit, DistributedError), match="no licence"):
+        with collectives.rank_zero_first():
+            assert collectives.rank() == 0
+            sys.exit("no licence")
 
 
 def test_without_a_group_every_function_acts_as_a_world_of_one():

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.processes import Program
+from torchbearer_ddp.launch.starting import VARIABLE
 
 pytestmark = pytest.mark.concurrent
 
@@ -58,11 +59,17 @@ def test_threads_exit_handlers_open_files_and_prints(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "handler", ["threading.Thread(target=hang).start()", "atexit.register(hang)"]
+    "handler",
+    [
+        "threading.Thread(target=hang).start()",
+        "atexit.register(hang)",
+        # A forked process has a copy of every descriptor, that of the report too.
+        "os.fork() or hang(); threading.Thread(target=hang).start()",
+    ],
 )
 def test_what_never_ends_is_killed_after_the_grace_time(handler):
     script = f"""
-import atexit, threading, time
+import atexit, os, threading, time
 from torchbearer_ddp import rank, run_distributed
 
 def hang():
@@ -78,6 +85,55 @@ print(run_distributed(work, grace=1.0))
         assert program.code(30) == 0, program.text()
         assert program.output == ["[0, 1]\n"]
         assert not program.alive()
+
+
+DETACHED = """
+import io, sys
+sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding="utf-8")
+from torchbearer_ddp import rank, run_distributed
+
+if __name__ == "__main__":
+    print(run_distributed(rank))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_stdout_of_another_encoding_is_no_failure(tmp_path, method):
+    path = tmp_path / "detached.py"
+    path.write_text(DETACHED)
+    command, start = (sys.executable, str(path), "--nproc-per-node", "2"), {VARIABLE: method}
+    with Program(*command, raw=True, environment=start) as program:
+        assert program.code() == 0, program.text()
+        assert program.output == ["[0, 1]\n"]
+        assert "Traceback" not in program.text()
+
+
+WRAPPED = """
+import atexit, time
+from torchbearer_ddp import barrier, rank, run_distributed
+
+def work():
+    try:
+        if rank() == 1:
+            atexit.register(time.sleep, 1.5)  # the other rank ends before this one
+            raise KeyError("a missing column")
+        barrier()
+    except Exception as error:
+        raise RuntimeError("training failed") from error
+
+if __name__ == "__main__":
+    run_distributed(work)
+"""
+
+
+def test_an_error_that_follows_from_another_is_not_the_first_cause_if_a_script_wraps_it(tmp_path):
+    path = tmp_path / "wrapped.py"
+    path.write_text(WRAPPED)
+    with Program(sys.executable, str(path), "--nproc-per-node", "2", raw=True) as program:
+        assert program.code() == 1, program.text()
+        first = next(line for line in program.said().splitlines() if "raised" in line)
+        assert "Rank 1 on " in first, program.text()
+        assert "KeyError: 'a missing column'" in program.said()
 
 
 def test_a_failing_exit_handler_is_shown_and_does_not_stop_the_others():

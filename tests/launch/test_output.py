@@ -33,6 +33,7 @@ def work():
     os.write(2, f"native error {rank()}\\n".encode())
     for _ in tqdm(range(400), desc="bar", mininterval=0, miniters=1):
         pass
+    barrier()  # alike means: within a few seconds
     warnings.warn("raised alike")
     warnings.warn(f"raised by {rank()}")
     # A process that the rank leaves behind keeps its stdout open.
@@ -136,7 +137,8 @@ from torchbearer_ddp import barrier, rank, run_distributed
 
 def work():
     barrier()
-    print("words of", rank())
+    print("words of", rank(), flush=True)
+    barrier()  # when one has died, the others are ended at once
     if rank() == 1:
         print("the last words")
         sys.stdout.write("and half a line")

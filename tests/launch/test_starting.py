@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.forked import run_script
-from tests.processes import Program
+from tests.processes import Program, until
 from torchbearer_ddp.launch.starting import VARIABLE
 
 #: How often the script's module level runs, with two ranks.
@@ -171,6 +171,28 @@ def test_a_launcher_is_forked_again_for_the_next_run(tmp_path):
     with Program(sys.executable, str(path), raw=True) as program:
         assert program.code() == 0, program.text()
         assert program.output == ["module level\n"]
+
+
+POOL = """
+import multiprocessing, os, threading
+from torchbearer_ddp import rank, run_distributed
+
+# Its threads keep the launcher, and a clean process that runs this too, from being forked.
+pool = multiprocessing.get_context("fork").Pool(1)
+
+if __name__ == "__main__":
+    print(run_distributed(rank, nproc_per_node=2))
+    pool.terminate()
+"""
+
+
+def test_a_clean_process_that_cannot_be_forked_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "pool.py"
+    path.write_text(POOL)
+    with Program(sys.executable, str(path), raw=True) as program:
+        assert program.code() == 0, program.text()
+        assert program.output == ["[0, 1]\n"]
+        until(lambda: not program.alive(), 10)
 
 
 def test_a_way_that_is_none_is_refused():

@@ -25,7 +25,8 @@ def event(state):
             raise KeyError("a missing column")
         if what == "exit":
             sys.exit(3)
-        if what == "signal":
+        first = (state[torchbearer.EPOCH], state[torchbearer.BATCH]) == (0, 0)
+        if what == "signal" and first:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
