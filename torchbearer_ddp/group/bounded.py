@@ -36,7 +36,9 @@ def in_time(
         return future.result()
     if isinstance(error, DistributedError):
         raise error
-    raise LaunchError(failed or message) from error
+    # What has a timeout of its own may fail at the deadline, a moment before it is noticed here.
+    is_early = time.monotonic() < deadline
+    raise LaunchError(failed if failed and is_early else message) from error
 
 
 def in_background(action: Callable[[], _T]) -> Future[_T]:

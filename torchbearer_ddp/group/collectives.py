@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchbearer_ddp import checked, errors
 from torchbearer_ddp.group import framing, layouts, membership, streaming, wire
-from torchbearer_ddp.group.waiting import Wait, wait_for, waiter
+from torchbearer_ddp.group.waiting import Wait, complete, wait_for, waiter
 
 _T = TypeVar("_T")
 #: So much of what is nearly always short is sent at first: each rank gets it from every other.
@@ -89,7 +89,7 @@ def rank_zero_first() -> Iterator[None]:
         if not first:
             raise_together(None, "rank_zero_first")
         yield
-    except Exception as caught:
+    except BaseException as caught:  # sys.exit too: the others must not enter the block
         error = caught
         raise
     finally:
@@ -257,7 +257,11 @@ def _group_with_peers() -> membership.Group | None:
     """The group, or None if there is no other rank to exchange with."""
     membership.ensure_joined()
     group = membership.current()
-    return group if group is not None and group.member.world_size > 1 else None
+    if group is None or group.member.world_size == 1:
+        return None
+    if not group.has_channels:  # a group that the user made, at its first exchange
+        complete(group.make_channels, Wait(group, "the channels of the process group"))
+    return group
 
 
 def _exchange_content(

@@ -30,8 +30,12 @@ _ADVICE = (
 )
 
 
-def connect(channel: Any, rank: int, device: str, store: Store, deadline: float) -> None:
+def connect(
+    channel: Any, rank: int, device: str, store: Store, deadline: float, timeout: float
+) -> None:
     """Runs the first collective of a channel; collective, unless the channel uses gloo.
+
+    ``timeout`` is what all of the connecting may take, until the deadline.
 
     Raises:
         LaunchError: On every rank, if the backend of a rank fails or takes longer.
@@ -39,14 +43,13 @@ def connect(channel: Any, rank: int, device: str, store: Store, deadline: float)
     if own_device.backend_of(channel, torch.device(device).type) == "gloo":
         return
     where = f"rank {rank} ({socket.gethostname()}, {device})"
-    started = time.monotonic()
     future = in_background(lambda: _first_collective(channel, device))
     while not futures.wait([future], _POLL_SECONDS).done:
         if (failure := _recorded_failure(store)) is not None:
             raise LaunchError(failure)
         if time.monotonic() > deadline:
-            seconds = f"{deadline - started:.0f} s"
-            raise _failure(store, f"{where} was not connected to all others within {seconds}.")
+            message = f"{where} was not connected to all others within {timeout:g} s."
+            raise _failure(store, message)
     error = future.exception()
     if error is not None:
         said = " ".join(str(error).split()) or type(error).__name__

@@ -93,13 +93,30 @@ _inherited_files: list[Any] = []
 def open_files() -> list[Any]:
     """stdout, stderr, and other files with buffers that were not closed."""
     found = [each for each in gc.get_objects() if type(each) in _BUFFERED]
-    return [file for file in _inherited_files + found if not file.closed]
+    return [file for file in _inherited_files + found if _is_open(file)]
+
+
+def _is_open(file: Any) -> bool:
+    try:
+        return not file.closed
+    except ValueError:  # its buffer was detached, as scripts do to give stdout another encoding
+        return False
 
 
 def flush_files() -> None:
-    """Writes what is in the buffers of files that were not closed."""
+    """Writes what is in the buffers of files that were not closed.
+
+    Raises:
+        OSError: The first, after all files were tried.
+    """
+    failed = []
     for file in open_files():
-        file.flush()
+        try:
+            file.flush()
+        except OSError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def inherit(files: list[Any]) -> None:
@@ -117,6 +134,18 @@ def tells_of_a_dead_worker(error: BaseException) -> bool:
     return bool(frames) and frames[-1][0].f_code.co_filename == signal_handling.__file__
 
 
+def is_secondary(error: BaseException) -> bool:
+    """True if it follows from the failure of another rank, also where a script has wrapped it."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        if isinstance(found, DistributedError) and found.secondary:
+            return True
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+    return False
+
+
 def report_of(error: BaseException, rank: int) -> dict[str, Any]:
     """What other processes need to know of a rank's failure, as plain data."""
     signum = _stop_signal(error)
@@ -132,7 +161,7 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
         "signal": signum,
         "step": debug.last_step(),
         "launch": isinstance(error, LaunchError),
-        "secondary": isinstance(error, DistributedError) and error.secondary,
+        "secondary": is_secondary(error),
         "cause": error.rank if isinstance(error, WorkerError) else None,
         "cause_host": error.host if isinstance(error, WorkerError) else None,
     }

@@ -85,8 +85,15 @@ def join(
             )
         group.make_channels()
 
-    _connect(connect_ranks, member, f"{host}:{ports[0]}", deadline)
-    _connect_devices(group, deadline)
+    try:
+        _connect(connect_ranks, member, f"{host}:{ports[0]}", deadline)
+        group.connect_devices(deadline)
+    except LaunchError:
+        # torch's group may be there, but is not used; all ranks can read the cause.
+        group.torch_group = dist.group.WORLD
+        membership.keep_open(group)
+        _depart(group, rendezvous.ABANDON_SECONDS, None)
+        raise
     membership.set_current(group)
     if member.world_size > 1:
         unsynchronised.watch(afresh=True)
@@ -107,17 +114,6 @@ def _connect(
     late = f"{where} within {member.timeout:g} s. {remedy}"
     failed = f"{where}: another rank has ended meanwhile, or cannot be reached. {remedy}"
     in_time(connect_ranks, deadline, late, failed)
-
-
-def _connect_devices(group: Group, deadline: float) -> None:
-    """Connects the devices; if that fails, the group is not used, and all ranks read the cause."""
-    try:
-        group.connect_devices(deadline)
-    except LaunchError:
-        group.torch_group = dist.group.WORLD
-        membership.keep_open(group)
-        _depart(group, rendezvous.ABANDON_SECONDS, None)
-        raise
 
 
 def join_single(member: Member) -> int | None:

@@ -83,6 +83,11 @@ class Group:
     #: Channels with messages that no rank will receive; their memory must not be freed.
     _abandoned: list[Any] = field(default_factory=list, repr=False)
 
+    @property
+    def has_channels(self) -> bool:
+        """True once the channels were made."""
+        return self._channels is not None
+
     def make_channels(self) -> tuple[Any, Any]:
         """The channels for small values and for gradients; collective the first time."""
         if self._channels is None:
@@ -98,7 +103,8 @@ class Group:
         if not self._is_connected:
             member, channel = self.member, self.make_channels()[1]
             deadline = deadline or time.monotonic() + member.timeout
-            device_backend.connect(channel, member.rank, member.device, self.store, deadline)
+            where = (member.rank, member.device, self.store)
+            device_backend.connect(channel, *where, deadline, member.timeout)
             self._is_connected = True
 
     def channel_between(self, ranks: list[int], lane: int = 0) -> Any:

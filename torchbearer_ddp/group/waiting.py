@@ -332,7 +332,7 @@ def complete(action: Callable[[], _T], wait: Wait) -> _T:
 
 def report_failure(group: Group, error: BaseException) -> None:
     """Records this rank's failure in the store, unless another rank's failure has caused it."""
-    if not (isinstance(error, DistributedError) and error.secondary):
+    if not failures.is_secondary(error):
         trace = failures.users_traceback(error)
         record_failure(group.store, group.member.rank, failures.summary(error), trace)
 

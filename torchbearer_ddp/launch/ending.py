@@ -97,8 +97,7 @@ def _report_to_torchrun(plan: Plan, error: BaseException, text: str) -> None:
         return
     # It takes the earliest failure for the cause and counts whole seconds: what only follows from
     # another failure must not be as early.
-    follows = isinstance(error, DistributedError) and error.secondary
-    when = int(time.time()) + _FOLLOWS_SECONDS * follows
+    when = int(time.time()) + _FOLLOWS_SECONDS * failures.is_secondary(error)
     details = {"py_callstack": text, "timestamp": str(when)}
     report = {"message": {"message": text, "extraInfo": details}}
     with contextlib.suppress(OSError):

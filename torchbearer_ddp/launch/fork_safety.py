@@ -38,7 +38,9 @@ _SET_OPENBLAS = tuple(
 )
 _PAUSE_HARD = 2
 _STANDARD = 2
-#: A thread that was joined is listed for a moment longer.
+#: The kernel's mark of a thread that is ending.
+_EXITING = 0x4
+#: How long the threads of a library may take to end.
 _THREAD_SECONDS = 0.2
 _POLL_SECONDS = 0.002
 
@@ -138,8 +140,15 @@ def _ends_idle_threads() -> bool:
 
 
 def _count_threads() -> int:
-    """The threads of this process, also those that Python does not know."""
-    return len(list((_SELF / "task").iterdir()))
+    """The threads of this process, also those that Python does not know.
+
+    One that was joined is listed for a moment longer, and holds nothing any more.
+    """
+    flags = []
+    for entry in (_SELF / "task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            flags.append(int((entry / "stat").read_text().rpartition(")")[2].split()[6]))
+    return sum(not each & _EXITING for each in flags)
 
 
 def _loaded(names: Collection[str]) -> list[ctypes.CDLL]:

@@ -22,6 +22,7 @@ from torchbearer_ddp.group import membership
 from torchbearer_ddp.launch import fork_safety
 from torchbearer_ddp.launch.forked_rank import Fork, ForkedProcess, handlers
 from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.process_group import end_group
 from torchbearer_ddp.launch.started_rank import Process
 from torchbearer_ddp.launch.worker import Task, unpack
 
@@ -45,6 +46,7 @@ class ForkServer:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = start(other.fileno())
+        self._has_forked = False
 
     def obstacle(self, is_stopped: Callable[[], bool]) -> str | None:
         """Waits for the server; why it cannot be forked into ranks, or None."""
@@ -61,6 +63,7 @@ class ForkServer:
             LaunchError: If the server has ended.
         """
         try:
+            self._has_forked = True
             socket.send_fds(self._socket, [str(index).encode()], [reports, *streams])
             return ForkedProcess(int(self._socket.recv(_MESSAGE_BYTES)))
         except (OSError, ValueError) as error:
@@ -74,9 +77,14 @@ class ForkServer:
         """Ends the server: its ranks become children of this process."""
         self._socket.close()
         if self._process.returncode is None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            if self._has_forked:
+                os.kill(self._process.pid, signal.SIGKILL)
+                self._process.wait()
             _adoption.end()
+            if not self._has_forked:
+                # With what its module level has started; the ranks start such things themselves.
+                end_group(self._process.pid)
+                self._process.wait()
 
 
 class _Adoption:

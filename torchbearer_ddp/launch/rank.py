@@ -192,7 +192,7 @@ def main(
             # Exit handlers still run, but not the destructors of a group with pending messages.
             failures.exit_now(report["exitcode"])
     signum = stop_request.received()
-    launcher.report({"kind": "result", "signal": signum}, body)
+    launcher.report({"kind": "result", "signal": signum, "bytes": len(body)}, body)
     failures.exit_normally(128 + signum if signum else 0)
 
 

@@ -79,6 +79,9 @@ class StartedRank:
                 self.report = message
             else:
                 self._messages.append(message)
+        # Not only at the end of the stream, which a process that the rank has forked keeps open.
+        if self.has_result and len(self._received) >= self.report["bytes"]:
+            self.has_reported = True
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """The messages that have come since the last call."""

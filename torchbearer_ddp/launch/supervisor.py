@@ -251,7 +251,10 @@ class Supervisor:
         # After a signal the ranks end one by one: that one lost another is then not a cause.
         farthest = 0 if self._signal else 3
         causes = [r for r in self._ended if r.is_failure and r.distance <= farthest]
-        first = min(causes, key=lambda r: r.distance, default=None)
+        # Among equals the first that reported, which is not always the first to end.
+        reported = {rank.rank: number for number, rank in enumerate(self._handled)}
+        order = lambda r: (r.distance, reported.get(r.rank, len(reported)))  # noqa: E731
+        first = min(causes, key=order, default=None)
         if first is not None and not first.signal:
             # One that was killed does not say at which step, but those that noticed do.
             steps = [first.report.get("step"), *(r.report.get("step") for r in self._ended)]

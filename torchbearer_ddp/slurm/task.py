@@ -7,6 +7,7 @@ continues from the newest complete file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -175,9 +176,10 @@ class _Attempt:
         """Writes a report of the failure for the process that waits for the job, and ends."""
         report = failures.report_of(error, self._rank)
         report.update(restart=self._restart, time=time.time())
-        temporary = self._report_path.with_suffix(".part")
-        temporary.write_text(json.dumps(report))
-        temporary.replace(self._report_path)
         logger.error(failures.explain(report))
+        with contextlib.suppress(OSError):  # a full disk may be the very failure
+            temporary = self._report_path.with_suffix(".part")
+            temporary.write_text(json.dumps(report))
+            temporary.replace(self._report_path)
         # Python's own exit could wait forever for ranks that are gone.
         failures.exit_now(report["exitcode"])
