@@ -414,10 +414,9 @@ def matrix_row(run: Run) -> Callback:
 
 def bar_lines(run: Run) -> list[tuple[str, str]]:
     """The last line of each pass: its name, and its metrics."""
-    lines = re.findall(
-        r"(\d+/\d+\(\w\)): 100%.*?\[.*?, ([a-z_]+=[^\r\]]+)\] *\n", run.bar.getvalue()
-    )
-    return lines
+    # A line that is shorter than the one before is filled up with spaces.
+    line = r"(\d+/\d+\(\w\)): 100%.*?\[.*?, ([a-z_]+=[^\r\]]+)\] *\n"
+    return re.findall(line, run.bar.getvalue())
 
 
 def printed_lines(run: Run) -> list[str]:
