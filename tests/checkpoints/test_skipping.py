@@ -1,6 +1,7 @@
 """Resuming in mid-epoch reads no item a second time, and gives the bits of the whole run."""
 
 import functools
+import os
 import random
 import warnings
 from pathlib import Path
@@ -20,18 +21,21 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torchbearer.callbacks import on_sample
+from torchbearer.callbacks import on_sample, on_start, on_start_training
 
 from tests.programs import Noisy, Stopped, assert_same, build, failing, outcome
 from tests.ranks import RankPool
 from torchbearer_ddp import Checkpoint
 from torchbearer_ddp.checkpoints import memory
+from torchbearer_ddp.checkpoints.worker_states import WorkerStates
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives
 
 #: The items that were read in this process, and the samples that were trained on.
 READ: list[int] = []
 TRAINED: list[int] = []
+#: The state of the run in progress, here and not on a callback: what callbacks hold is saved.
+STATES: list[torchbearer.State] = []
 
 
 class Counted(Noisy):
@@ -108,29 +112,50 @@ def run(loader, *callbacks, steps=None, epochs=2, **options):
     READ.clear()
     TRAINED.clear()
 
+    @on_start
+    def note(state):
+        STATES.append(state)
+
     @on_sample
     def count(state):
         TRAINED.append(len(state[torchbearer.X]))
 
-    trial = build(count, *callbacks, **options)
+    trial = build(note, count, *callbacks, **options)
     data = loader()
     trial.with_train_generator(data, steps=steps or len(data))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
-        trial.run(epochs)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
+            trial.run(epochs)
+    finally:
+        # Where a run has failed, the garbage collector would wait 5 s for each worker.
+        STATES.pop().pop(torchbearer.ITERATOR, None)
     return outcome(trial), len(READ), sum(TRAINED)
 
 
-def resumed(folder, loader, at, **options):
+@functools.cache
+def whole(loader, *callbacks, **options):
+    """The outcome of a run that is not interrupted."""
+    return run(loader, *callbacks, **options)[0]
+
+
+def resumed(folder, loader, at, *callbacks, every_steps=None, **options):
     """Runs to the end, and again with an interruption; returns what the second part read."""
-    expected, *_ = run(loader, **options)
+    expected = whole(loader, *callbacks, **options)
+    saving = Checkpoint(folder, every_steps=every_steps or at - 1)
     with pytest.raises(Stopped):
-        run(loader, failing(at), Checkpoint(folder, every_steps=1), **options)
+        run(loader, *callbacks, failing(at), saving, **options)
     finish_writing()
     collectives.barrier()
-    found, read, trained = run(loader, Checkpoint(folder), **options)
+    found, read, trained = run(loader, *callbacks, Checkpoint(folder), **options)
     assert_same(found, expected)
     return read, trained
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as started:
+        yield started
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -152,17 +177,39 @@ def on_ranks(folder, kind, steps):
     assert read == trained
 
 
-def test_no_item_is_read_twice_on_ranks(tmp_path):
-    with RankPool(2) as pool:
-        for kind in LOADERS:
-            for steps in (None, 17):
-                folder = tmp_path / f"{kind}-{steps}"
-                pool.run(functools.partial(on_ranks, folder, kind, steps))
+@pytest.mark.parametrize("steps", [None, 17])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_no_item_is_read_twice_on_ranks(tmp_path, pool, kind, steps):
+    pool.run(functools.partial(on_ranks, tmp_path, kind, steps))
 
 
 def test_accumulated_gradients(tmp_path):
-    read, trained = resumed(tmp_path, LOADERS["shuffled"], 8, accumulate=3)
+    read, trained = resumed(tmp_path, LOADERS["shuffled"], 8, every_steps=1, accumulate=3)
     assert read == trained < 2 * 24
+
+
+def peeking(hook):
+    """A callback that reads the first batch of each epoch as well."""
+
+    def peek(state):
+        next(iter(state[torchbearer.SELF].state[torchbearer.TRAIN_DATA][0]))
+
+    return getattr(torchbearer.callbacks, hook)(peek)
+
+
+@pytest.mark.parametrize("hook", ["on_start_epoch", "on_start_training"])
+@pytest.mark.parametrize("kind", ["shuffled", "own sampler"])
+def test_a_callback_that_starts_the_loader_too(tmp_path, kind, hook):
+    read, trained = resumed(tmp_path, LOADERS[kind], 5, peeking(hook))
+    assert read == trained + 2 * 2
+
+
+def test_a_callback_that_chooses_other_batches(tmp_path):
+    @on_start_training
+    def choose(state):
+        state[torchbearer.ITERATOR] = iter(list(state[torchbearer.GENERATOR])[::-1])
+
+    resumed(tmp_path, LOADERS["shuffled"], 5, choose)
 
 
 # Worker processes: their random numbers go on where they were.
@@ -212,18 +259,28 @@ def with_workers(dataset, log, count=2, **options):
     return DataLoader(dataset(log), num_workers=count, **options)
 
 
-def check_workers(folder, at, again=0, **options):
+@functools.cache
+def whole_with_workers(*callbacks, epochs, **options):
+    """The outcome with forked workers, which start fastest."""
+    options["multiprocessing_context"] = "fork"
+    loader = functools.partial(with_workers, log=os.devnull, **options)
+    return run(loader, *callbacks, epochs=epochs)[0]
+
+
+def check_workers(folder, at, *callbacks, again=0, epochs=2, **options):
     """What was read again, by all ranks that share this folder."""
     folder.mkdir(exist_ok=True, parents=True)
     # Two files: workers of the run that failed may still be reading ahead.
     log, log_again = (folder / f"{name}-{collectives.rank()}" for name in ("read", "read-again"))
     loader = functools.partial(with_workers, log=log, **options)
-    expected, *_ = run(loader)
+    expected = whole_with_workers(*callbacks, epochs=epochs, **options)
     with pytest.raises(Stopped):
-        run(loader, failing(at), Checkpoint(folder, every_steps=1))
+        saving = Checkpoint(folder, every_steps=at - 1)
+        run(loader, *callbacks, failing(at), saving, epochs=epochs)
     finish_writing()
     collectives.barrier()
-    found, _, trained = run(functools.partial(loader, log=log_again), Checkpoint(folder))
+    loader = functools.partial(loader, log=log_again)
+    found, _, trained = run(loader, *callbacks, Checkpoint(folder), epochs=epochs)
     assert_same(found, expected)
     assert len(log_again.read_text().split()) == trained + again
 
@@ -240,7 +297,7 @@ def test_workers_go_on_with_their_random_numbers(tmp_path, at, count):
         {"dataset": Plain},
         {"dataset": InWorkers, "prefetch_factor": 5},
         {"dataset": InWorkers, "worker_init_fn": seeded},
-        {"dataset": InWorkers, "multiprocessing_context": "spawn"},
+        {"dataset": InWorkers, "multiprocessing_context": "spawn", "epochs": 1},
         {"dataset": InWorkers, "batch_size": 5, "drop_last": True},
     ],
     ids=lambda options: "-".join(map(str, options)),
@@ -277,7 +334,7 @@ def test_a_start_that_fails_leaves_the_loader_as_it_was(tmp_path):
     finish_writing()
     seen = []
 
-    @torchbearer.callbacks.on_start_training
+    @on_start_training
     def fail(state):
         seen.extend([loader.collate_fn, loader.worker_init_fn, loader.batch_sampler])
         raise Stopped
@@ -288,10 +345,55 @@ def test_a_start_that_fails_leaves_the_loader_as_it_was(tmp_path):
     assert [loader.collate_fn, loader.worker_init_fn, loader.batch_sampler] == own
 
 
-def test_workers_on_ranks(tmp_path):
-    with RankPool(2) as pool:
-        for at in (2, 4):
-            pool.run(functools.partial(check_workers, tmp_path / str(at), at, dataset=InWorkers))
+@pytest.mark.parametrize("at", [2, 4])
+def test_workers_on_ranks(tmp_path, pool, at):
+    pool.run(functools.partial(check_workers, tmp_path, at, dataset=InWorkers))
+
+
+@pytest.mark.parametrize("hook", ["on_start_epoch", "on_start_training"])
+def test_a_callback_that_starts_the_workers_too(tmp_path, hook):
+    """What each worker has drawn is then not known, so the batches are read again."""
+    loader = functools.partial(with_workers, InWorkers, tmp_path / "read")
+    resumed(tmp_path / "runs", loader, 4, peeking(hook))
+
+
+def test_a_new_callback_that_starts_the_workers_too(tmp_path):
+    """It comes after the loader of the training has drawn the order."""
+    loader = functools.partial(with_workers, InWorkers, os.devnull)
+    with pytest.raises(Stopped):
+        run(loader, failing(4), Checkpoint(tmp_path, every_steps=3), epochs=1)
+    finish_writing()
+    found, *_ = run(loader, peeking("on_start_training"), Checkpoint(tmp_path), epochs=1)
+    assert_same(found, whole_with_workers(dataset=InWorkers, epochs=1))
+
+
+def other_collate(items):
+    return torch.utils.data.default_collate(items)
+
+
+def test_functions_that_are_set_during_a_run_stay(tmp_path):
+    loader = with_workers(Plain, os.devnull)
+
+    @torchbearer.callbacks.on_end_epoch
+    def change(state):
+        loader.collate_fn, loader.worker_init_fn = other_collate, seeded
+
+    run(lambda: loader, change, Checkpoint(tmp_path), epochs=1)
+    assert [loader.collate_fn, loader.worker_init_fn] == [other_collate, seeded]
+
+
+# After three batches the first of two workers has an empty one that only gives it its turn.
+@pytest.mark.parametrize(("done", "first"), [(0, 0), (3, None)])
+def test_a_batch_without_items_is_collated_in_a_worker(done, first):
+    loader = DataLoader(
+        range(4),
+        batch_sampler=[[], [0, 1], [], [2, 3]],
+        collate_fn=len,
+        num_workers=2,
+        multiprocessing_context="fork",
+    )
+    WorkerStates(loader, [None] * 2, done).install(loader)
+    assert list(loader) == [first, 2, 0, 2]
 
 
 # What cannot be left out at the sampler is loaded again.

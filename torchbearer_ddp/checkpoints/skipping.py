@@ -44,16 +44,21 @@ def skippable(state: Any) -> Any:
 
 
 class _Place:
-    """An iterator over a sampler that leaves out its first items when it is first used.
+    """An iterator over a sampler that leaves out its first items, when it is told to.
 
-    After that it gives ``empty`` batches without an item.
+    After that it gives ``empty`` batches without an item. If it is read ``ahead``, as by workers,
+    it leaves them out when it is first used. Otherwise whoever uses it before is not the training,
+    and gets what the sampler gives.
     """
 
-    def __init__(self, sampler: Any, count: int, empty: int, note: Callable[[], None]) -> None:
+    def __init__(
+        self, sampler: Any, count: int, empty: int, ahead: bool, note: Callable[[], None]
+    ) -> None:
         self._sampler = sampler
         self._source = iter(sampler)
         self._left = count
         self._empty = empty
+        self._ahead = ahead
         self._note = note
         #: How many items were left out.
         self.skipped = 0
@@ -62,7 +67,8 @@ class _Place:
         return self
 
     def __next__(self) -> Any:
-        self.skip()
+        if self._ahead:
+            self.skip()
         if self._empty:
             self._empty -= 1
             return []
@@ -96,19 +102,19 @@ class _Skipping:
     """
 
     def __init__(
-        self, inner: Any, counts: tuple[int, int], start: Callable[[], None], note: Any
+        self, inner: Any, how: tuple[int, int, bool], start: Callable[[], None], note: Any
     ) -> None:
         self.inner = inner
         self.place: _Place | None = None
-        self.count = counts[0]
-        self._counts = counts
+        self.count = how[0]
+        self._how = how
         self._start = start
         self._note = note
 
     def __iter__(self) -> _Place:
         # Nothing is drawn here: a DataLoader draws the seed of its workers first.
         self._start()
-        self.place = _Place(self.inner, *self._counts, self._note)
+        self.place = _Place(self.inner, *self._how, self._note)
         return self.place
 
     def __len__(self) -> int:
@@ -154,17 +160,12 @@ class Skip:
             False if that is not exact; the loader is then at its start.
         """
         state, loader = self._state, self._loader
-        first = self._uninstall()
-        if state[torchbearer.GENERATOR] is not loader or first is None:
+        last = self._uninstall()
+        first = getattr(state[torchbearer.ITERATOR], "_sampler_iter", None)
+        if state[torchbearer.GENERATOR] is not loader or not isinstance(first, _Place):
             return False  # a callback has chosen other data
         start = generators.collect(state)
-        first.skip()
-        for _ in range(self._dropped):
-            next(state[torchbearer.ITERATOR])
-        exact = first.skipped == self._sampler.count
-        if self._before:
-            exact = exact and self._continue_pass(first)
-        if exact and self._draws_are_right():
+        if (first is last or not loader.num_workers) and self._leave_out(first):
             return True
         if loader.num_workers and self._started is not None:
             generators.restore(state, self._started)
@@ -172,6 +173,15 @@ class Skip:
         if not loader.num_workers:
             generators.restore(state, start)
         return False
+
+    def _leave_out(self, first: _Place) -> bool:
+        first.skip()
+        for _ in range(self._dropped):
+            next(self._state[torchbearer.ITERATOR])
+        exact = first.skipped == self._sampler.count
+        if self._before:
+            exact = exact and self._continue_pass(first)
+        return exact and self._draws_are_right()
 
     def _continue_pass(self, first: _Place) -> bool:
         """Goes through the passes that are over, and into the one in which the save was."""
@@ -211,8 +221,8 @@ class Skip:
         # A data set that reads a batch at once may not like one without items.
         is_plain = key == "batch_sampler" and not hasattr(loader.dataset, "__getitems__")
         empty = self._dropped if is_plain else 0
-        counts = (count - self._dropped + empty, empty)
-        found = _Skipping(vars(loader)[key], counts, self._note_start, self._note_draw)
+        how = (count - self._dropped + empty, empty, loader.num_workers > 0)
+        found = _Skipping(vars(loader)[key], how, self._note_start, self._note_draw)
         # A DataLoader refuses to have its sampler set: until it is started it has a stand-in.
         vars(loader)[key] = found
         return found

@@ -39,7 +39,8 @@ class WorkerStates:
         self._slots = loader.prefetch_factor + 2
         self._ring = torch.zeros(self._count, self._slots, _LENGTH + _BYTES, dtype=torch.uint8)
         self._remembers = torch.zeros(1, dtype=torch.uint8)
-        for shared in (self._ring, self._remembers):
+        self._is_started = torch.zeros(self._count, dtype=torch.uint8)
+        for shared in (self._ring, self._remembers, self._is_started):
             shared.share_memory_()  # type: ignore[no-untyped-call]
         for worker, each in enumerate(restored):
             if each is not None:  # for a save before this worker has given a batch
@@ -52,7 +53,7 @@ class WorkerStates:
 
     @property
     def remembers(self) -> bool:
-        """True if a worker's data set has a memory, or generators that cannot be saved."""
+        """True if what a worker has drawn is not known, or its data set has a memory."""
         return bool(self._remembers.item())
 
     def collect(self, done: int) -> list[torch.Tensor | None]:
@@ -64,8 +65,11 @@ class WorkerStates:
         loader.collate_fn, loader.worker_init_fn = self, self._start
 
     def uninstall(self, loader: Any) -> None:
-        """Gives the loader its own functions back."""
-        loader.collate_fn, loader.worker_init_fn = self._collate, self._init
+        """Gives the loader its own functions back, unless it has others by now."""
+        if loader.collate_fn is self:
+            loader.collate_fn = self._collate
+        if loader.worker_init_fn == self._start:
+            loader.worker_init_fn = self._init
 
     # In a worker.
 
@@ -73,6 +77,9 @@ class WorkerStates:
         if self._init is not None:
             self._init(worker)
         self._worker = worker
+        if self._is_started[worker]:  # a callback has started the loader too: both would write
+            self._remembers.fill_(1)
+        self._is_started[worker] = 1
         try:
             self._memory = self._look()
         except Exception:  # whatever the data set is: a resume reads again
@@ -88,9 +95,10 @@ class WorkerStates:
             generators.set_states(self._found, state["loaders"])
 
     def __call__(self, items: Any) -> Any:
-        """Collates a batch; an empty one only gives the worker its turn."""
-        is_empty = isinstance(items, list) and not items
-        batch = None if is_empty else self._collate(items)
+        """Collates a batch; an empty one that is left out only gives the worker its turn."""
+        is_left_out = self._made < self._made_by(self._worker, self._done)
+        is_turn = is_left_out and isinstance(items, list) and not items
+        batch = None if is_turn else self._collate(items)
         self._made += 1
         self._restore()
         if not self.remembers:
