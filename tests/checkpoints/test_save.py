@@ -15,6 +15,7 @@ from torchbearer_ddp import Checkpoint, CheckpointError
 from torchbearer_ddp.callbacks.callback_order import OrderedCallback
 from torchbearer_ddp.checkpoints import file, rank_state
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule
+from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives, membership
 
 
@@ -122,6 +123,7 @@ def test_without_sync_gradients_a_failed_write_is_raised_at_the_end_of_the_epoch
         steps.append(len(steps) + 1)
         if len(steps) == 1:
             checkpoint._saver._writer.start(broken)
+            finish_writing()  # the error is there before the next step
 
     def broken():
         raise CheckpointError("full")
