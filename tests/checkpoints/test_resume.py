@@ -262,3 +262,27 @@ def test_other_metrics_where_no_step_of_the_epoch_is_left_are_refused(tmp_path):
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match="no step of its epoch is left"):
             with_metrics(tmp_path, "mse", "loss").run(1)
+
+
+@pytest.mark.parametrize(("at", "warned"), [(4, 0), (7, 1)])
+def test_a_loader_that_goes_on_from_epoch_to_epoch(tmp_path, at, warned):
+    """Its place is not known after the first epoch, which is said."""
+
+    def trial(*callbacks):
+        made = images(*callbacks).for_train_steps(5).with_inf_train_loader()
+        made.state[torchbearer.TRAIN_GENERATOR].inf = True
+        return made
+
+    whole = trial()
+    whole.run(2)
+    with pytest.raises(Stopped):
+        trial(failing(at), Checkpoint(tmp_path, every_steps=1)).run(2)
+    finish_writing()
+    resumed = trial(Checkpoint(tmp_path))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        resumed.run(2)
+    told = [str(w.message) for w in found if "with_inf_train_loader()" in str(w.message)]
+    assert len(told) == warned
+    if not warned:
+        assert_same(outcome(resumed), outcome(whole))

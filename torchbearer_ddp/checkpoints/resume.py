@@ -57,6 +57,8 @@ class Resume:
         self._payload = payload
         self._section = payload[SECTION]
         self._others = trained_state.saved_states(self._section)
+        #: This rank's part, and the same once the data are known to be as they were.
+        self._own: dict[str, Any] | None = None
         self._mine: dict[str, Any] | None = None
         #: The steps done in the epoch that continues; 0 to begin that epoch.
         self._batch = 0
@@ -116,7 +118,7 @@ class Resume:
         contents.restore_callbacks(state, self._payload)
         own: trained_state.States = {}
         if self._section["world_size"] == collectives.world_size():
-            mine = self._own_part(state)
+            self._own = mine = self._own_part(state)
             self._try_part(state, mine)
             # A callback that derives a seed at its start (the order of the data, the streams of the
             # ranks) must get the same.
@@ -169,6 +171,7 @@ class Resume:
     def start_epoch(self, state: Any) -> None:
         """Puts back what the start of the other callbacks may have changed, and the generators."""
         self._choose_part(state)
+        self._warn_of_lost_place(state)
         trained_state.warn_of_changes(state, self._others)
         if self._mine is not None and self._batch:
             start = self._mine["epoch"]["start"]
@@ -251,8 +254,8 @@ class Resume:
         """Takes this rank's part, where the ranks and the data are as they were."""
         plan, batch = data_plan(state), self._section["batch"]
         saved = {name: self._section[name] for name in plan}
-        if saved["world_size"] == plan["world_size"]:
-            saved["batch_size"] = self._own_part(state).get("batch_size", saved["batch_size"])
+        if self._own is not None:
+            saved["batch_size"] = self._own.get("batch_size", saved["batch_size"])
         changed = {
             name: (saved[name], value)
             for name, value in plan.items()
@@ -261,8 +264,8 @@ class Resume:
         # Of any rank: all must go the same way from here on.
         everyone = collectives.all_gather(changed, "the conditions of a checkpoint")
         changed = next((each for each in everyone if each), {})
-        if not changed:
-            self._mine, self._batch = self._own_part(state), batch
+        if self._own is not None and not changed:
+            self._mine, self._batch = self._own, batch
             self._warn_of_other_device(self._mine["generators"])
             return
         if collectives.is_rank_zero():
@@ -275,6 +278,18 @@ class Resume:
                 f"{self.path} was saved under other conditions ({listed}). Weights, optimizer, "
                 f"history and callbacks carry over; {place}random numbers start anew, so the "
                 "run is not bit for bit the one that would have gone on.",
+                stacklevel=2,
+            )
+
+    def _warn_of_lost_place(self, state: Any) -> None:
+        """Says that the iterator of an infinite loader, which is made in epoch 0, is a new one."""
+        is_later = self._section["epochs"] > 0
+        if state[torchbearer.INF_TRAIN_LOADING] and is_later and collectives.is_rank_zero():
+            warnings.warn(
+                f"{self.path} was saved after the first epoch, and does not hold the place of a "
+                "loader that goes on from epoch to epoch (with_inf_train_loader()). The loader "
+                "starts at its beginning, so the run is not bit for bit the one that would have "
+                "gone on. Without with_inf_train_loader() it would be.",
                 stacklevel=2,
             )
 
