@@ -27,7 +27,8 @@ _PLACE = ("last_epoch", "_step_count")
 def check(live: Any, saved: Any, where: str, *, owner: Any) -> None:
     """Refuses a value of another kind than the one here, at any depth of dicts.
 
-    What is empty here may become anything, unless its owner is of a known class. All may be None.
+    What is empty here may become anything, unless its owner is of a known class. All may be None,
+    except for the whole numbers of a known class.
 
     Raises:
         Unexpected: If it is of another kind.
@@ -85,6 +86,8 @@ def _check_sizes(live: Any, saved: Any, where: str) -> None:
 def _check(live: Any, saved: Any, where: str, *, known: bool) -> None:
     if isinstance(live, deque):
         checked.kind(_SEQUENCES, "a list")(saved, where)
+    if saved is None and known and type(live) is int:
+        raise checked.Unexpected(f"{where} is None, not a number")
     if saved is None or not (known or _is_filled(live)):
         return
     if isinstance(live, str):
@@ -97,6 +100,8 @@ def _check(live: Any, saved: Any, where: str, *, known: bool) -> None:
             _numbers(saved, where)
     elif isinstance(live, _NUMBERS):
         (_one_number if type(live) in (bool, int) else _number)(saved, where)
+        if type(live) is float and isinstance(saved, torch.Tensor) and not _is_real(saved):
+            raise checked.Unexpected(f"{where} is {checked.shown(saved)}, which takes no fractions")
 
 
 def _check_dict(live: dict[Any, Any], saved: Any, where: str, *, known: bool) -> None:
@@ -109,6 +114,10 @@ def _check_dict(live: dict[Any, Any], saved: Any, where: str, *, known: bool) ->
             _check(live[key], value, place, known=known)
         elif known:
             _numbers(value, place)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_filled(live: Any) -> bool:

@@ -6,6 +6,7 @@ parameter and of its state in the same order.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,6 +133,7 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         check_optimizer(saved, groups)
         if type(optimizer) in _PLAIN:
             _check_state(saved, groups)
+            _check_values(type(optimizer), saved, groups)
     optimizer.load_state_dict(_computed_as_here(saved, groups))
     for before, group in zip(groups, getattr(optimizer, "param_groups", ()), strict=True):
         group.update({key: _kept(before.get(key), group[key]) for key in group if key != "params"})
@@ -174,6 +176,31 @@ def _check_state(saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> Non
                 checked.kind(torch.Tensor, "a tensor")(value, where)
             if isinstance(value, torch.Tensor) and value.dim():
                 checked.one_of(parameter.shape)(value.shape, f"the shape of {where}")
+
+
+def _check_values(
+    kind: type[torch.optim.Optimizer], saved: dict[str, Any], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Refuses settings that the class itself refuses, where it takes those that are here."""
+    names = inspect.signature(kind).parameters
+    for index, (here, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        settings = {key: here[key] for key in here if key in names and key != "params"}
+        theirs = {key: there[key] for key in settings if key in there and key not in _COMPUTATION}
+        loaded = {**settings, **{k: _kept(_copied(here[k]), v) for k, v in theirs.items()}}
+        if _refusal(kind, settings) is None and (refusal := _refusal(kind, loaded)):
+            raise checked.Unexpected(f"a setting of its group {index} is refused: {refusal}")
+
+
+def _refusal(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> str | None:
+    try:
+        kind([torch.zeros(1, requires_grad=True)], **settings)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return checked.first_line(error)
+    return None
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _check_setting(live: Any, loaded: Any, where: str) -> None:
