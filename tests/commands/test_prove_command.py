@@ -92,3 +92,15 @@ def test_flags_may_follow_the_script(tmp_path, monkeypatch):
     options = command._options(["--nproc-per-node", "3", "script.py", *AFTER])
     assert (options.nproc_per_node, options.steps) == (3, 20)
     assert options.command == ["script.py", *AFTER]
+
+
+def test_an_error_of_its_own_is_no_verdict(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise KeyError("unforeseen")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "prove", fail)
+    (tmp_path / "script.py").write_text("pass")
+    with pytest.raises(SystemExit, match=str(command.COULD_NOT_RUN)):
+        command.main(["--nproc-per-node", "2", "script.py"])
+    assert "KeyError: 'unforeseen'" in capsys.readouterr().err

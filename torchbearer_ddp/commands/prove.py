@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def main(words: list[str]) -> None:
         raise SystemExit(COULD_NOT_RUN) from None
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
+    except Exception:  # not 1, which is a verdict
+        traceback.print_exc()
+        raise SystemExit(COULD_NOT_RUN) from None
     if options.json != "-":
         print("\n".join(text.lines(proof)))
     try:
