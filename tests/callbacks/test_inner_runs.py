@@ -106,6 +106,25 @@ def test_gradients_add_up_in_one_process_as_on_several(two_ranks):
     assert torch.allclose(ours[0], one, rtol=1e-5, atol=1e-6)
 
 
+@on_two_ranks
+def test_a_sum_that_stays_over_skipped_batches_is_added_up_once():
+    def closure(state):
+        if state[torchbearer.BATCH] in (1, 2):
+            return  # and the optimizer steps on the gradients of the batch before
+        state[torchbearer.OPTIMIZER].zero_grad()
+        found = state[torchbearer.MODEL](state[torchbearer.X])
+        state[torchbearer.LOSS] = summed(found, state[torchbearer.Y_TRUE])
+        state[torchbearer.LOSS].backward()
+
+    def trained(callbacks, data):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        run(model, callbacks, data, optimizer=optimizer, criterion=summed, closure=closure)
+        return model
+
+    assert_close(trained(sync(loss="sum"), mine()), trained([], joined()))
+
+
 @pytest.mark.parametrize("returned", ["tensor", "number"])
 def test_lbfgs_with_a_loss_that_sums(returned, two_ranks):
     def closure(state):

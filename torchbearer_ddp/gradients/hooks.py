@@ -27,12 +27,14 @@ class Marks:
             a clipped one.
         mixed: Backward has added to an average.
         before: Gradients at the start of the step, noted for a loss that sums.
+        kept: Averages that were put back where no rank had a new gradient, outside of the buckets.
     """
 
     changed: set[int] = field(default_factory=set)
     averaged: set[int] = field(default_factory=set)
     mixed: set[int] = field(default_factory=set)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def needs_average(self, parameter: torch.Tensor, view: torch.Tensor | None = None) -> bool:
         """True if the gradient is new; ``view`` is where the last average was handed out."""
@@ -40,7 +42,9 @@ class Marks:
             return False
         if id(parameter) in self.changed:
             return True
-        return parameter.grad is not view and id(parameter) not in self.averaged
+        if parameter.grad is view or parameter.grad is self.kept.get(id(parameter)):
+            return False
+        return id(parameter) not in self.averaged
 
     def begin_step(self) -> None:
         """Begins a step, of which nothing is known yet."""
@@ -60,6 +64,8 @@ class Marks:
         self.changed -= identities
         self.mixed -= identities
         self.averaged |= identities
+        if self.kept:
+            self.kept = {key: each for key, each in self.kept.items() if key not in identities}
 
 
 class GradientHooks:

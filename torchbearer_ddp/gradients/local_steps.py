@@ -121,16 +121,9 @@ class LocalExchange(StepExchange):
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Notes what an optimizer is about to change."""
-        state = self._state
         if not self._is_in_charge:
             return result
-        is_main = optimizer is state[torchbearer.OPTIMIZER]
-        if is_main and not self.step.backwards and optimizer.param_groups:
-            # A closure that does not call on_backward, or that has skipped this batch.
-            if not self._has_gradient(optimizer):
-                self.losses.find(state, 0)
-                self.step.counts = self.losses.average(0), 0.0
-            result = self.after_backward(state, result)
+        result = self._end_closure(optimizer, result)
         changed = (p for p in trained.parameters_of(optimizer) if p.grad is not None)
         self._replicas.changed.update(map(id, changed))
         return result

@@ -232,13 +232,13 @@ class Reducer:
         if exchange.is_full and not overlaps:
             return
         for index in exchange.indices:
-            gradient, view = self._parameters[index].grad, self._views[index]
-            new = exchange.used[index]
+            parameter, view, new = self._parameters[index], self._views[index], exchange.used[index]
+            gradient = parameter.grad
             if gradient is None or (new and not (overlaps and gradient is view)):
                 continue
-            # What lies in a bucket is overwritten by the sum, and may have to be sent again.
-            kept = gradient.clone() if gradient is view else gradient
-            exchange.kept[index] = self._parameters[index].grad = kept
+            if gradient is view:  # the sum overwrites the bucket, and may have to be made again
+                gradient = self._marks.kept[id(parameter)] = gradient.clone()
+            exchange.kept[index] = parameter.grad = gradient
 
     def _abandon(self) -> None:
         """Completes the exchange of a backward pass that failed, as every rank does."""

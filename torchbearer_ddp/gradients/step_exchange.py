@@ -159,18 +159,13 @@ class StepExchange:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Averages what an optimizer is about to use and no hook has averaged yet."""
-        state = self._state
         if not self._is_in_charge:
             return result
-        is_main = optimizer is state[torchbearer.OPTIMIZER]
-        if is_main and not self.step.backwards and optimizer.param_groups:
-            # A closure that does not call on_backward, or that has skipped this batch.
-            if not self._has_gradient(optimizer):
-                self.losses.find(state, 0)
-                self.step.counts = self.losses.average(0), 0.0
-            result = self.after_backward(state, result)
+        result = self._end_closure(optimizer, result)
         if self.group is None:
             return result
+        state = self._state
+        is_main = optimizer is state[torchbearer.OPTIMIZER]
         if self.averager.needs_average(optimizer, is_main=is_main):
             if is_main:
                 number = max(0, self.step.backwards - 1)
@@ -187,6 +182,17 @@ class StepExchange:
             if result is not agreed:
                 return self._share(state, result)
         return result
+
+    def _end_closure(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
+        """Ends the backward pass of a closure that has not called on_backward, or made none."""
+        state = self._state
+        is_main = optimizer is state[torchbearer.OPTIMIZER]
+        if self.step.backwards or not is_main or not optimizer.param_groups:
+            return result
+        if not self._has_gradient(optimizer):  # it has skipped this batch
+            self.losses.find(state, 0)
+            self.step.counts = self.losses.average(0), 0.0
+        return self.after_backward(state, result)
 
     @property
     def _is_in_charge(self) -> bool:
