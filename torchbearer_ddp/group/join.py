@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +45,14 @@ def join(
     ports: int | Sequence[int],
     *,
     serve: bool = False,
+    is_open: bool = False,
     prefix: str = "run",
 ) -> int:
     """Connects to the other ranks in a process group; returns the seed that all ranks share.
 
     With several ports the store is on the first that was free on rank zero's host. ``serve`` makes
-    this process hold the store; ``prefix`` separates this run from another on the same store.
+    this process hold the store, and ``is_open`` says that another has opened its port already;
+    ``prefix`` separates this run from another on the same store.
 
     Raises:
         LaunchError: If ranks are missing at the timeout, or were started with different settings.
@@ -61,7 +64,7 @@ def join(
         )
     ports = [ports] if isinstance(ports, int) else ports
     deadline = time.monotonic() + member.timeout
-    meet = rendezvous.serve if serve else rendezvous.find
+    meet = rendezvous.serve if serve else partial(rendezvous.find, is_open=is_open)
     descriptors.allow(member.world_size, holds_store=serve)
     store = rendezvous.run_store(meet(host, ports, prefix, member.timeout), prefix)
     member, roll = roll_call(store, member, deadline, serves=serve)

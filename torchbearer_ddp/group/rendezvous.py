@@ -66,14 +66,17 @@ def serve(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPSt
     )
 
 
-def find(host: str, ports: Sequence[int], prefix: str, timeout: float) -> TCPStore:
+def find(
+    host: str, ports: Sequence[int], prefix: str, timeout: float, *, is_open: bool = False
+) -> TCPStore:
     """Connects to the run's store, which rank zero holds on one of these ports.
 
+    ``is_open`` says that the only port is known to be the run's own.
     With several ports (in a Slurm job, where the ranks cannot know which one was free) another
     program or another run may hold one of them: only a store with this run's mark is taken.
     """
     if len(ports) == 1:
-        return connect(host, ports[0], timeout)
+        return connect(host, ports[0], timeout, is_open=is_open)
     deadline = time.monotonic() + timeout
     # One attempt at a time for each port: a program that is not a store may never answer.
     attempts: dict[int, Future[TCPStore]] = {}
@@ -165,15 +168,18 @@ class OpenPort:
         return store
 
 
-def connect(host: str, port: int, timeout: float) -> TCPStore:
-    """Connects to a store; fails after the timeout, whatever listens on that port."""
+def connect(host: str, port: int, timeout: float, *, is_open: bool = False) -> TCPStore:
+    """Connects to a store; fails after the timeout, whatever listens on that port.
+
+    A port that is not known to be open is looked at first.
+    """
     deadline = time.monotonic() + timeout
     late = (
         f"No rendezvous at {host}:{port} within {timeout:g} s: rank 0 has not started there, or "
         "something else holds that port. Start rank 0 on that host with the same --port, or "
         "choose another port on every node."
     )
-    while not _answers(host, port, deadline):
+    while not is_open and not _answers(host, port, deadline):
         if time.monotonic() > deadline:
             raise LaunchError(late)
         time.sleep(_RETRY_SECONDS)

@@ -153,8 +153,11 @@ def join_group(plan: Plan, member: Member) -> None:
     if member.world_size == 1:
         seed = join_single(member)
     else:
-        serve = plan.serve and plan.launcher != "spawn"
-        seed = join(member, plan.host, plan.ports, serve=serve, prefix=plan.prefix)
+        # The launcher holds the store of ranks that it has started, and has opened its port before.
+        is_open = plan.serve and plan.launcher == "spawn"
+        where = (plan.host, plan.ports)
+        serve = plan.serve and not is_open
+        seed = join(member, *where, serve=serve, is_open=is_open, prefix=plan.prefix)
     if seed is not None:
         randomness.seed_all(seed)
 
