@@ -92,10 +92,8 @@ def join(
         _connect(connect_ranks, member, f"{host}:{ports[0]}", deadline)
         group.connect_devices(deadline)
     except LaunchError:
-        # torch's group may be there, but is not used; all ranks can read the cause.
         group.torch_group = dist.group.WORLD
-        membership.keep_open(group)
-        _depart(group, rendezvous.ABANDON_SECONDS, None)
+        _give_up(group)
         raise
     membership.set_current(group)
     if member.world_size > 1:
@@ -167,8 +165,13 @@ def abandon() -> None:
     """
     group = membership.set_current(None)
     if group is not None:
-        membership.keep_open(group)
-        _depart(group, rendezvous.ABANDON_SECONDS, None)
+        _give_up(group)
+
+
+def _give_up(group: Group) -> None:
+    """Leaves torch's process group, if it was made, as it is; the others can read the cause."""
+    membership.keep_open(group)
+    _depart(group, rendezvous.ABANDON_SECONDS, None)
 
 
 def _depart(group: Group, seconds: float, farewell: tuple[int, dict[str, Any]] | None) -> None:
