@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from tests.processes import Program
+from torchbearer_ddp.errors import WorkerError
+from torchbearer_ddp.group import failures
 from torchbearer_ddp.launch.starting import VARIABLE
 
 pytestmark = pytest.mark.concurrent
@@ -134,6 +136,21 @@ def test_an_error_that_follows_from_another_is_not_the_first_cause_if_a_script_w
         first = next(line for line in program.said().splitlines() if "raised" in line)
         assert "Rank 1 on " in first, program.text()
         assert "KeyError: 'a missing column'" in program.said()
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_error_with_that_of_another_rank_behind_it_follows_from_it(is_named):
+    lost = WorkerError("Rank 1 raised KeyError")
+    lost.secondary = True
+    with pytest.raises(RuntimeError) as wrapped:
+        try:
+            raise lost
+        except WorkerError as error:
+            if is_named:
+                raise RuntimeError from error
+            raise RuntimeError  # noqa: B904 - as scripts do it
+    assert failures.report_of(wrapped.value, 0)["secondary"]
+    assert not failures.report_of(RuntimeError("of its own"), 0)["secondary"]
 
 
 def test_a_failing_exit_handler_is_shown_and_does_not_stop_the_others():

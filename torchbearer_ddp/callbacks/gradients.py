@@ -155,11 +155,8 @@ class SyncGradients(OrderedCallback):
 
     def on_start(self, state: Any) -> None:
         """A callback may train something of its own before the first epoch, or in evaluate."""
-        if (
-            self._exchange.is_under_way
-        ):  # an evaluation inside of a run, which has a state of its own
-            return
-        self._exchange.begin(state)
+        if not self._exchange.is_under_way:  # an evaluation inside of a run has its own state
+            self._exchange.begin(state)
         group = self._exchange.group
         if group is not None and self._stragglers.hosts != group.hosts:
             self._stragglers = Stragglers(group.hosts)
