@@ -15,7 +15,7 @@ from tests.commands.proving import PoolRunner
 from tests.projects.moving import PROGRAMS, moved
 from tests.ranks import RankPool
 from torchbearer_ddp.commands.proving import html, numbers, text
-from torchbearer_ddp.commands.proving.comparison import LIMIT
+from torchbearer_ddp.commands.proving.comparison import LIMIT, unreproducible
 from torchbearer_ddp.commands.proving.job import RANDOM, Job
 from torchbearer_ddp.commands.proving.proof import CouldNotRun, Proof, prove
 from torchbearer_ddp.commands.proving.sketch import distance, norm, sketch
@@ -82,6 +82,21 @@ def test_the_reason_is_recognised(proof_of, name):
     assert [each.kind for each in proof.reasons] == kinds, "\n".join(text.lines(proof))
     first = proof.comparison.first
     assert first is None or first.step == 0
+
+
+def test_a_loss_that_is_alike_by_chance_hides_no_other_numbers():
+    def recording(loss, gradient):
+        gradients = {"weight": sketch(torch.full((4,), gradient))}
+        step = {"trial": 0, "loss": loss, "gradients": gradients, "parameters": {}}
+        step["rows"] = torch.arange(4)
+        facts = {"eps": torch.finfo(torch.float32).eps}
+        return {"initial": [], "steps": [step], "passes": [], "facts": facts}
+
+    alone = recording(0.7, 0.5)
+    assert unreproducible(alone, recording(0.7, 0.5)) is None
+    assert unreproducible(alone, recording(0.70001, 0.500001)) is None
+    assert unreproducible(alone, recording(0.8, 0.5)) == "the loss at step 0"
+    assert unreproducible(alone, recording(0.70001, 0.6)) == "the gradient at step 0"
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "dropout", "both", "coupled", "sum_taken_for_mean"])
