@@ -47,6 +47,7 @@ setup(
             "safetensors",
             "scikit-learn",
             "tensorboard",
+            "torchdata>=0.11",
         ],
         # Coverage-guided, for make fuzz; it has no wheels for every Python.
         "fuzz": ["atheris>=3"],

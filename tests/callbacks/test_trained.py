@@ -619,7 +619,8 @@ def test_thousands_of_changes_of_requires_grad_leak_nothing():
         counts.append((proc.count_descriptors(), proc.count_threads()))
 
     run(model, [*sync(), toggle], mine() * 50, epochs=TOGGLES // (50 * STEPS))
-    assert counts[20] == counts[-1]
+    # Fewer are no leak: what the test before has left is closed at some time.
+    assert all(last <= first for first, last in zip(counts[20], counts[-1], strict=True))
     assert_replicas_equal(model)
 
 

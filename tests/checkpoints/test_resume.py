@@ -8,17 +8,18 @@ import pytest
 import torch
 import torchbearer
 from torch.utils.data import DataLoader, TensorDataset
-from torchbearer.callbacks import Callback
+from torchbearer.callbacks import Callback, StepLR
 
 from tests.programs import Stopped, assert_same, failing, outcome
 from tests.ranks import RankPool, ranks
 from tests.stand_ins import cuda_devices
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, data_parallel
-from torchbearer_ddp.checkpoints import rank_state
+from torchbearer_ddp.checkpoints import file, rank_state
+from torchbearer_ddp.checkpoints.file import Label
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import DistributedError
-from torchbearer_ddp.group import collectives, membership
+from torchbearer_ddp.group import collectives, membership, wire
 
 
 def as_a_new_process():
@@ -262,6 +263,54 @@ def test_other_metrics_where_no_step_of_the_epoch_is_left_are_refused(tmp_path):
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointError, match="no step of its epoch is left"):
             with_metrics(tmp_path, "mse", "loss").run(1)
+
+
+class Gathering(torchbearer.bases.Metric):
+    """A metric of the user's own, which fails on what it was not made for."""
+
+    def reset(self, state):
+        self.rows = []
+
+    def process(self, state):
+        self.rows = [*self.rows, [1.0]]
+        return {}
+
+    def process_final(self, state):
+        return {self.name: sum(row[0] for row in self.rows)}
+
+
+@pytest.mark.parametrize("step", [2, 3])  # of 3 in the epoch
+@pytest.mark.parametrize("rows", [7, [None]])
+def test_metrics_that_fail_on_what_a_file_holds_name_it(tmp_path, rows, step):
+    with_metrics(tmp_path, Gathering("own"), every_steps=step, every_epochs=None).run(1)
+    path = tmp_path / f"step-{step:07d}.pt"
+    payload = file.read(path)
+    packed = wire.decode(payload["torchbearer_ddp"]["ranks"][0]["packed"])
+    held = next(each for each in packed["metrics"].values() if "rows" in each)
+    with_metrics(tmp_path, Gathering("own")).run(1)  # nothing is odd yet
+    (tmp_path / "epoch-0001.pt").unlink()
+    held["rows"] = rows
+    payload["torchbearer_ddp"]["ranks"][0]["packed"] = wire.encode(packed)
+    file.write(path, payload, Label(9, 0, 9))
+    said = rf"{path.name}: the metrics failed when they were first used .*\(TypeError: .*\)"
+    with pytest.raises(CheckpointError, match=said) as raised:
+        with_metrics(tmp_path, Gathering("own")).run(1)
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_a_learning_rate_that_is_a_tensor_and_its_scheduler(tmp_path):
+    def made():
+        trial = images(StepLR(1, 0.5), Checkpoint(tmp_path))
+        parameters = trial.state[torchbearer.MODEL].parameters()
+        optimizer = torch.optim.Adam(parameters, torch.tensor(0.1), foreach=False)
+        trial.state[torchbearer.OPTIMIZER] = optimizer
+        return trial
+
+    made().run(1)
+    continued = made()
+    continued.run(2)
+    rate = continued.state[torchbearer.OPTIMIZER].param_groups[0]["lr"]
+    assert rate.item() == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize(("at", "warned"), [(4, 0), (7, 1)])

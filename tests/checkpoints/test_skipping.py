@@ -3,7 +3,6 @@
 import functools
 import os
 import random
-import warnings
 from pathlib import Path
 
 import numpy
@@ -21,29 +20,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torchbearer.callbacks import on_sample, on_start, on_start_training
+from torchbearer.callbacks import on_start_training
 
 from tests.programs import Noisy, Stopped, assert_same, build, failing, outcome
 from tests.ranks import RankPool
+from tests.resumed import READ, Counted, resumed, run
 from torchbearer_ddp import Checkpoint
 from torchbearer_ddp.checkpoints import memory
 from torchbearer_ddp.checkpoints.worker_states import WorkerStates
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives
-
-#: The items that were read in this process, and the samples that were trained on.
-READ: list[int] = []
-TRAINED: list[int] = []
-#: The state of the run in progress, here and not on a callback: what callbacks hold is saved.
-STATES: list[torchbearer.State] = []
-
-
-class Counted(Noisy):
-    """Each item draws from the generators of the process, and is counted outside of the set."""
-
-    def __getitem__(self, index):
-        READ.append(int(index))
-        return super().__getitem__(index)
 
 
 class AtOnce(Counted):
@@ -105,51 +91,6 @@ LOADERS = {
     "subset": lambda: DataLoader(Subset(Counted(), range(20)), batch_size=2, shuffle=True),
     "distributed": lambda: DataLoader(Counted(), batch_size=2, sampler=distributed()),
 }
-
-
-def run(loader, *callbacks, steps=None, epochs=2, **options):
-    """The outcome of a run with these data, and how many samples it read and trained on."""
-    READ.clear()
-    TRAINED.clear()
-
-    @on_start
-    def note(state):
-        STATES.append(state)
-
-    @on_sample
-    def count(state):
-        TRAINED.append(len(state[torchbearer.X]))
-
-    trial = build(note, count, *callbacks, **options)
-    data = loader()
-    trial.with_train_generator(data, steps=steps or len(data))
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*callbacks are not those.*")
-            trial.run(epochs)
-    finally:
-        # Where a run has failed, the garbage collector would wait 5 s for each worker.
-        STATES.pop().pop(torchbearer.ITERATOR, None)
-    return outcome(trial), len(READ), sum(TRAINED)
-
-
-@functools.cache
-def whole(loader, *callbacks, **options):
-    """The outcome of a run that is not interrupted."""
-    return run(loader, *callbacks, **options)[0]
-
-
-def resumed(folder, loader, at, *callbacks, every_steps=None, **options):
-    """Runs to the end, and again with an interruption; returns what the second part read."""
-    expected = whole(loader, *callbacks, **options)
-    saving = Checkpoint(folder, every_steps=every_steps or at - 1)
-    with pytest.raises(Stopped):
-        run(loader, *callbacks, failing(at), saving, **options)
-    finish_writing()
-    collectives.barrier()
-    found, read, trained = run(loader, *callbacks, Checkpoint(folder), **options)
-    assert_same(found, expected)
-    return read, trained
 
 
 @pytest.fixture(scope="module")

@@ -319,3 +319,23 @@ def test_load_brings_them_into_a_trial(tmp_path):
     other = gan()
     Checkpoint.load(other, tmp_path / "latest")
     assert_same(other.state[DISC].state_dict(), dict(trained.state[DISC].state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "odd"),
+    [
+        ("loss_module", "patience", [None]),
+        ("loss_module", "best", {}),
+        ("odd", "scale", torch.ones(2)),
+    ],
+)
+def test_what_torchs_own_classes_would_only_fail_on_later_is_refused(name, key, odd):
+    trial = torchbearer.Trial(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(trial.state[torchbearer.MODEL].parameters())
+    trial.state[LOSS] = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    trial.state[ODD] = torch.amp.GradScaler("cpu")
+    saved = trained_state.collect(trial.state)
+    trained_state.restore(trial.state, saved, {})
+    place = f"state[{name!r}]"
+    with pytest.raises(CheckpointError, match=rf"does not fit .*{key}"):
+        trained_state.restore(trial.state, {**saved, place: {**saved[place], key: odd}}, {})

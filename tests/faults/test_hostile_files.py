@@ -297,6 +297,12 @@ def test_a_file_that_fits_nowhere_is_refused_with_what_is_wrong_with_the_newest(
             trial(Checkpoint(tmp_path), model=torch.nn.Linear(2, 3)).run(3, verbose=0)
 
 
+def test_a_file_of_another_model_is_named_when_it_is_loaded(tmp_path):
+    torch.save({"weight": torch.ones(5)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"other.pt: The checkpoint is not of this model"):
+        Checkpoint.load(trial(), tmp_path / "other.pt")
+
+
 class Refusing(Callback):
     """A callback whose state one rank alone cannot take back."""
 

@@ -33,13 +33,12 @@ STEPS = 3
 EPOCHS = 2
 NEWEST, OLDER = "step-0000009.pt", "step-0000008.pt"
 SECTION, RANKS = "torchbearer_ddp", "ranks"
-#: What cannot be told from a file of a newer version, or from metrics that the user has renamed.
-REFUSED = re.compile("has format .*, but this version|metrics are not those of the run that saved")
-
-
-#: What is added up or gathered of the batches. Whether a tensor or None fits there shows only when
-#: the next batch is added to it, in torchbearer's own code: these cases are left out.
-GATHERED = ("_y_pred", "_y_true", "_sum", "_sum_sq")
+#: What cannot be told from a file of a newer version, or from metrics that the user has renamed;
+#: and what only the next batch can tell: whether gathered rows have its shape.
+REFUSED = re.compile(
+    "has format .*, but this version|metrics are not those of the run that saved"
+    "|the metrics failed when they were first used with what it holds of them"
+)
 
 
 def trial(*callbacks: Any) -> Any:
@@ -80,10 +79,8 @@ def cases(payload: Any) -> Iterator[Case]:
     last = len(payload[SECTION][RANKS]) - 1
     for rank, found in ((None, payload), (last, own_part(payload, last))):
         for path in places(found):
-            for value, odd in enumerate(ODD):
-                is_gathered = path[-1:] in [(each,) for each in GATHERED]
-                if not is_gathered or not (odd is None or torch.is_tensor(odd)):
-                    yield Case(rank, path, value)
+            for value in range(len(ODD)):
+                yield Case(rank, path, value)
 
 
 def sweep(folder: Path, step: int, count: int) -> Counter[str]:

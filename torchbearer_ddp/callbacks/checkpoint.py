@@ -13,11 +13,11 @@ import torchbearer
 from torchbearer_ddp import checked
 from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
 from torchbearer_ddp.callbacks.gradients import SyncGradients
-from torchbearer_ddp.checkpoints import contents, folder, source, trained_state
+from torchbearer_ddp.checkpoints import folder, source
 from torchbearer_ddp.checkpoints.best import Best
-from torchbearer_ddp.checkpoints.contents import SECTION
 from torchbearer_ddp.checkpoints.epoch_trace import EpochTrace
 from torchbearer_ddp.checkpoints.folder import Folder
+from torchbearer_ddp.checkpoints.resume import load_into
 from torchbearer_ddp.checkpoints.runs import Runs
 from torchbearer_ddp.checkpoints.save import Moment, Saver
 from torchbearer_ddp.checkpoints.schedule import SaveSchedule, require_positive
@@ -264,7 +264,9 @@ class Checkpoint(OrderedCallback):
         payload = collectives.from_rank_zero(
             lambda: source.read_any(Path(path), trust=trust), "a checkpoint"
         )
-        collectives.run_together(lambda: _load(trial.state, payload), "loading a checkpoint")
+        collectives.run_together(
+            lambda: load_into(trial.state, payload, path), "loading a checkpoint"
+        )
         return trial
 
     def _find_gradients(self, state: Any) -> None:
@@ -324,17 +326,6 @@ class Checkpoint(OrderedCallback):
         if self._saver.save(moment, choose_names):
             self._schedule.saved(self._global_step)
             self._is_due = False
-
-
-def _load(state: Any, payload: dict[str, Any]) -> None:
-    section = payload.get(SECTION, {})
-    contents.restore(state, payload)
-    trained_state.restore(state, trained_state.saved_states(section), {})
-    if "callbacks" in section:
-        if collectives.is_rank_zero():
-            contents.warn_of_changed_callbacks(state, payload)
-        contents.restore_callbacks(state, payload)
-        contents.restore_schedulers(state, payload)
 
 
 # Of run, evaluate and predict, which all call on_start, the last two choose their data before, and

@@ -290,10 +290,7 @@ class SyncGradients(OrderedCallback):
 
     @property
     def loss_kind(self) -> str | None:
-        """The kind of the loss: ``mean``, ``sum``, ``weighted``, ``coupled`` or ``unknown``.
-
-        None as long as it is not known.
-        """
+        """The kind of the loss, such as ``mean`` or ``sum``; None until it is known."""
         return self._exchange.losses.kind()
 
     def loss_divisor(self, state: Any) -> float:

@@ -26,6 +26,7 @@ class RankZeroOnly(Callback):  # type: ignore[misc]
 
     Example: ::
 
+        >>> import torchbearer
         >>> from torchbearer import Trial
         >>> from torchbearer.callbacks import on_end_epoch
         >>> from torchbearer_ddp import RankZeroOnly, data_parallel

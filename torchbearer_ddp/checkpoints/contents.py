@@ -8,8 +8,10 @@ would only take in a form that is not plain data (the states of callbacks), is u
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -82,6 +84,15 @@ def fitting(load: Any, what: str) -> None:
             f"({checked.first_line(error)}). Build the same {what} as the run that saved "
             "it, or start afresh in another folder."
         ) from error
+
+
+@contextlib.contextmanager
+def of_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the file in what is said of its contents."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def named_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:

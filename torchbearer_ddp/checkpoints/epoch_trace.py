@@ -2,8 +2,9 @@
 
 It is started over, with the generators as they were when it was first started. Where a batch is a
 function of its indices and of the generators, the batches that were trained on already are left out
-at the sampler. Any other loader is replayed: these batches are loaded again and dropped, so that
-worker processes and data sets with a memory are in the state that they were in.
+at the sampler. A StatefulDataLoader continues by its own state. Any other loader is replayed: these
+batches are loaded again and dropped, so that worker processes and data sets with a memory are in
+the state that they were in.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import torchbearer
 from torchbearer.callbacks import Tqdm
 
-from torchbearer_ddp.checkpoints import generators, memory, metric_state, skipping
+from torchbearer_ddp.checkpoints import generators, loader_state, memory, metric_state, skipping
 from torchbearer_ddp.checkpoints.worker_states import WorkerStates
+from torchbearer_ddp.log import announce
 
 _DATA = f"{torchbearer.TRAIN_DATA}."
 
@@ -33,11 +35,15 @@ class EpochTrace:
         self._remembers = False
         self._again_at = 0
         self._again: dict[str, Any] | None = None
-        self._skip: skipping.Skip | None = None
+        self._skip: skipping.Skip | loader_state.Place | None = None
         self._workers: WorkerStates | None = None
+        self._stateful = stateful = loader_state.find(state)
+        self._obstacle = None if stateful is None else loader_state.obstacle(state, stateful)
         self._loader = loader = skipping.skippable(state)
-        if loader is not None and loader.num_workers:
-            self._watch(WorkerStates(loader, [None] * loader.num_workers))
+        if stateful is not None and self._obstacle is None:
+            self._loader = loader = stateful
+        if loader is not None:
+            self._watch([None] * loader.num_workers)
 
     def stepped(self, state: Any) -> None:
         """Notes the generators if the loader is at its end after this step, and not the epoch."""
@@ -51,6 +57,7 @@ class EpochTrace:
         """Plain data for :meth:`continue_at`, after a step."""
         self._remembers |= self._has_memory(state)
         done = state[torchbearer.BATCH] + 1
+        goes_by_state = self._stateful is not None and self._loader is self._stateful
         return {
             "start": self._start,
             "again_at": self._again_at,
@@ -61,6 +68,9 @@ class EpochTrace:
             "workers": []
             if self._workers is None or self._remembers
             else self._workers.collect(done),
+            "loader": loader_state.collect(state, self._stateful, done)
+            if goes_by_state and not self._remembers
+            else None,
         }
 
     def _has_memory(self, state: Any) -> bool:
@@ -78,18 +88,40 @@ class EpochTrace:
 
         ``wanted`` are the generators at the save.
         """
-        loader, workers = skipping.skippable(state), saved.get("workers", [])
+        loader, workers = self._loader, saved.get("workers", [])
         # A file of an earlier version does not say what the data remembers.
-        if loader is None or saved.get("remembers", True) or len(workers) != loader.num_workers:
-            return
-        if self._workers is not None:
-            self._workers.uninstall(loader)
-            self._watch(WorkerStates(loader, workers, done))
-        self._skip = skipping.Skip(state, saved, wanted, done)
+        remembers = saved.get("remembers", True)
+        if self._stateful is not None:
+            self._prepare_stateful(state, saved, remembers, done)
+        elif loader is not None and not remembers and len(workers) == loader.num_workers:
+            self._watch(workers, done)
+            self._skip = skipping.Skip(state, saved, wanted, done)
 
-    def _watch(self, workers: WorkerStates) -> None:
-        self._workers = workers
-        workers.install(self._loader)
+    def _prepare_stateful(
+        self, state: Any, saved: dict[str, Any], remembers: bool, done: int
+    ) -> None:
+        loader, held, workers = self._stateful, saved.get("loader"), saved.get("workers", [])
+        why = self._obstacle
+        if why is None and remembers:
+            why = "what its data set remembers, or a worker has drawn, was not saved"
+        elif why is None and held is None:
+            why = "its state was not saved"
+        elif why is None and len(workers) != loader.num_workers:
+            why = f"it had {len(workers)} workers then and has {loader.num_workers} now"
+        if why is None and held is not None:
+            own = " and that of its data set" if loader_state.saves_itself(loader.dataset) else ""
+            announce(f"data: the StatefulDataLoader continues by its own state{own}")
+            self._skip = place = loader_state.Place(state, loader, held, self._start)
+            self._watch(workers, done, place.first)
+        else:
+            announce(f"data: the StatefulDataLoader loads {done} batches again, because {why}")
+
+    def _watch(self, restored: list[Any], done: int = 0, first: int | None = None) -> None:
+        if self._loader.num_workers:
+            self.started()
+            own = self._stateful is not None and loader_state.saves_itself(self._loader.dataset)
+            self._workers = WorkerStates(self._loader, restored, done, first, own)
+            self._workers.install(self._loader)
 
     def started(self) -> None:
         """For ``on_start_training``: the loader has been started."""
@@ -101,6 +133,8 @@ class EpochTrace:
         if self._loader is not None:
             skipping.remove_stand_in(self._loader)
             self.started()
+        if self._loader is not None and self._loader is self._stateful:
+            loader_state.forget(self._loader)
 
     def continue_at(self, state: Any, saved: dict[str, Any], done: int) -> None:
         """Brings the loader to its place after ``done`` steps, and the loop to the step after.

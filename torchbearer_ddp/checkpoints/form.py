@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchbearer_ddp import checked
+from torchbearer_ddp.checkpoints import loader_state
 from torchbearer_ddp.checkpoints.contents import HISTORY, MODEL, OPTIMIZER, SECTION
 from torchbearer_ddp.checkpoints.rank_state import PARTS
 from torchbearer_ddp.errors import CheckpointError
@@ -63,6 +64,7 @@ _EPOCH = checked.record(
     },
     remembers=checked.boolean,
     workers=checked.items(checked.optional(_worker)),
+    loader=checked.optional(loader_state.check),
 )
 #: What a rank packs, see :func:`torchbearer_ddp.checkpoints.rank_state.collect`.
 _PACKED = checked.record(

@@ -138,6 +138,8 @@ def attributes(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType):
         return [("self", value.__self__), ("function", value.__func__)]
     held = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, DataLoader):
+        held.pop("_iterator", None)  # started over by a resume
     if isinstance(value, torch.nn.Module):
         return [(name, each) for name, each in held.items() if name not in _OF_MODULES]
     for kind in type(value).__mro__:
@@ -173,7 +175,7 @@ def _set(generator: Any, saved: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(saved)
     elif isinstance(generator, random.Random):
-        generator.setstate(tuple(saved))
+        generator.setstate(randomness.python_state(*saved))
     elif isinstance(generator, numpy.random.RandomState):
         generator.set_state(saved)
     else:

@@ -47,7 +47,7 @@ def check_numbers(live: dict[str, Any], saved: Any, where: str, *, owner: Any) -
         if value is None and is_number:
             raise checked.Unexpected(f"{where}[{key!r}] is None, not a number")
         if is_number and _is_known(owner):
-            _one_number(value, f"{where}[{key!r}]")
+            one_number(value, f"{where}[{key!r}]")
     check(live, saved, where, owner=owner)
 
 
@@ -61,6 +61,8 @@ def check_scheduler(live: dict[str, Any], saved: Any, where: str, *, owner: Any)
     if _is_known(owner):
         for key in [each for each in _PLACE if each in live]:
             checked.whole(-1)(saved.get(key), f"{where}[{key!r}]")
+        if "total_steps" in live and "last_epoch" in live:  # torch refuses a step beyond the last
+            checked.whole(saved["last_epoch"])(saved.get("total_steps"), f"{where}['total_steps']")
         _check_sizes(live, saved, where)
 
 
@@ -78,7 +80,7 @@ def _check_sizes(live: Any, saved: Any, where: str) -> None:
         for index, pair in enumerate(zip(live, saved, strict=True)):
             _check_sizes(*pair, f"{where}[{index}]")
     elif isinstance(live, _NUMBERS):
-        _one_number(saved, where)
+        one_number(saved, where)
     elif live is not None and saved is None:
         raise checked.Unexpected(f"{where} is None")
 
@@ -99,14 +101,14 @@ def _check(live: Any, saved: Any, where: str, *, known: bool) -> None:
         if known and not live and not isinstance(live, set):
             _numbers(saved, where)
     elif isinstance(live, _NUMBERS):
-        (_one_number if type(live) in (bool, int) else _number)(saved, where)
+        (one_number if type(live) in (bool, int) else _number)(saved, where)
         if type(live) is float and isinstance(saved, torch.Tensor) and not _is_real(saved):
             raise checked.Unexpected(f"{where} is {checked.shown(saved)}, which takes no fractions")
 
 
 def _check_dict(live: dict[Any, Any], saved: Any, where: str, *, known: bool) -> None:
     if not live and not isinstance(saved, dict):
-        _number(saved, where)  # the result of a running metric is a dict before it is a number
+        _numbers(saved, where)  # the result of a running metric is a dict before it is of numbers
         return
     for key, value in checked.kind(dict, "a dict")(saved, where).items():
         place = f"{where}[{checked.shown(key)}]"
@@ -140,9 +142,10 @@ def _number(value: Any, where: str) -> None:
         raise checked.Unexpected(f"{where} is {checked.shown(value)} in another layout")
 
 
-def _one_number(value: Any, where: str) -> None:
+def one_number(value: Any, where: str) -> None:
+    """Refuses what is not one number, which may be a tensor."""
     _number(value, where)
-    if numpy.size(value) != 1:
+    if (value.numel() if isinstance(value, torch.Tensor) else numpy.size(value)) != 1:
         raise checked.Unexpected(f"{where} is {checked.shown(value)}, not one number")
 
 

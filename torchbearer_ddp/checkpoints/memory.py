@@ -16,7 +16,7 @@ import numpy
 import torch
 import torchbearer
 
-from torchbearer_ddp.checkpoints import generators
+from torchbearer_ddp.checkpoints import generators, loader_state
 
 _DEPTH = 8
 #: How many items of a list or a dict, and how many things in all, are looked at.
@@ -31,9 +31,12 @@ _NONE = repr(None)
 
 
 def of_data(state: Any) -> dict[str, str]:
-    """What the training data of a run remembers."""
+    """What the training data of a run remembers, and does not save itself."""
     loader, _ = state[torchbearer.SELF].state[torchbearer.TRAIN_DATA] or (None, None)
-    return of_parts(getattr(loader, "dataset", None), getattr(loader, "collate_fn", None))
+    dataset = getattr(loader, "dataset", None)
+    if loader_state.find(state) is not None and loader_state.saves_itself(dataset):
+        dataset = None
+    return of_parts(dataset, getattr(loader, "collate_fn", None))
 
 
 def of_parts(*parts: Any) -> dict[str, str]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torchbearer.bases import Callback, Metric
-from torchbearer.metrics import EpochLambda, RunningMean
+from torchbearer.metrics import EpochLambda, Mean, RunningMean, Var
 from torchbearer.state import StateKey
 
 from torchbearer_ddp import checked
 from torchbearer_ddp.checkpoints import kinds
+from torchbearer_ddp.errors import CheckpointError, DistributedError
 from torchbearer_ddp.group.plain_data import PlainDataWalker
 from torchbearer_ddp.metrics.pooled_list import PooledMetricList
 from torchbearer_ddp.metrics.pooling import Ledger
@@ -35,6 +37,8 @@ _GATHERED = ("_y_true", "_y_pred")
 _SUMS = ("_sum", "_sum_sq", "_count")
 #: What torchbearer's metrics are made with.
 _SETTINGS = ("name", "_kwargs", "_batch_size", "_step_size", "_unbiased")
+#: What means nothing in another process.
+_IDS = ("_seen",)
 _TENSOR = checked.kind(torch.Tensor, "a tensor")
 _COUNTS = checked.items(checked.whole(0))
 #: What a metric of one of these classes would only fail on in a later batch.
@@ -89,6 +93,30 @@ def restore(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
             vars(metric)[name] = kinds.like(vars(metric).get(name), value)
 
 
+def watch(metrics: Metric, path: str) -> None:
+    """Names the file if the metrics fail at their next batch, or at the end of their epoch.
+
+    Whether rows and sums go with a batch can only be seen when there is one, and in classes of the
+    user's own.
+    """
+    for name in ("process", "process_final"):
+        vars(metrics)[name] = partial(_first_call, metrics, name, path)
+
+
+def _first_call(metrics: Metric, name: str, path: str, *args: Any) -> Any:
+    del vars(metrics)[name]
+    try:
+        return getattr(metrics, name)(*args)
+    except (DistributedError, OSError):
+        raise
+    except Exception as error:  # of any kind, as the metrics are
+        raise CheckpointError(
+            f"{path}: the metrics failed when they were first used with what it holds of them "
+            f"({checked.first_line(error)}). If the error is not their own, remove the file, to "
+            "continue from an older one."
+        ) from error
+
+
 def changes(metrics: Metric, saved: dict[str, dict[str, Any]]) -> list[str]:
     """The names of the metrics that are not where they were when this was saved."""
     here = _named({path: vars(metric) for path, metric in _walk(metrics, "", set())})
@@ -119,6 +147,7 @@ def check(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
     Raises:
         Unexpected: If there is one.
     """
+    held = {id(metric): saved.get(path, {}) for path, metric in _walk(metrics, "", set())}
     for path, metric in _walk(metrics, "", set()):
         for name, value in _state(metric, saved.get(path, {})).items():
             where = f"{name!r} of the metric {type(metric).__name__}"
@@ -129,11 +158,15 @@ def check(metrics: Metric, saved: dict[str, dict[str, Any]]) -> None:
                 raise checked.Unexpected(f"{name!r} of the metric {kind} is missing")
             if name != "_count" and saved[path].get("_count"):
                 _TENSOR(value, f"{name!r} of the metric {kind}")
+            if isinstance(metric, Mean | Var) and not metric._kwargs:  # over all dimensions
+                kinds.one_number(value, f"{name!r} of the metric {kind}")
         for owner, form in _HELD:
             if isinstance(metric, owner):
                 form(saved.get(path, {}), f"the metric {type(metric).__name__}")
         with checked.damage(f"what was saved of the metric {type(metric).__name__}"):
             _check_batches(metric, saved.get(path, {}), len(saved[""].get("_sizes", ())))
+            if isinstance(metric, PooledMetricList) and saved.get(path):
+                _check_rows(metric, saved[path]["_lengths"], held)
 
 
 def _check_batches(metric: Any, held: dict[str, Any], batches: int) -> None:
@@ -145,6 +178,10 @@ def _check_batches(metric: Any, held: dict[str, Any], batches: int) -> None:
         is_one = torch.stack(list(held["_cache"]))[0].numel() == 1
         form = checked.number if is_one else checked.items(checked.anything)
         form(held.get("_result"), "its last value")
+    if isinstance(metric, EpochLambda):
+        gathered = [held[name] is None for name in _GATHERED if name in held]
+        if any(gathered) and not all(gathered):
+            raise ValueError("it has targets or predictions, and not both")
     if isinstance(metric, Ledger):
         found = [len(torch.cat(list(column))) for column in held.get("_columns", {}).values()]
         if any(rows != len(held.get("_counts", ())) or rows > batches for rows in found):
@@ -156,10 +193,22 @@ def _check_batches(metric: Any, held: dict[str, Any], batches: int) -> None:
             raise ValueError(f"it has lengths of more than {batches} batches")
 
 
+def _check_rows(
+    metrics: PooledMetricList, recorded: list[dict[str, list[int]]], held: dict[int, dict[str, Any]]
+) -> None:
+    """Refuses other numbers of gathered rows than were counted after the last batch."""
+    for (leaf, _), lengths in zip(metrics.with_rows(), recorded, strict=True):
+        found = held[id(leaf.metric)]
+        for name in [each for each in lengths if lengths[each] and each in found]:
+            rows = 0 if found[name] is None else len(found[name])
+            checked.one_of(lengths[name][-1])(rows, f"the number of rows in its {name!r}")
+
+
 def _state(metric: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """What was saved of a metric, but for the settings that torchbearer's are made with."""
-    settings = _SETTINGS if type(metric).__module__.startswith("torchbearer.") else ()
-    return {name: value for name, value in saved.items() if name not in settings}
+    """What was saved of a metric, but for settings of torchbearer's, and the ids of objects."""
+    is_host = type(metric).__module__.startswith("torchbearer.")
+    left_out = _SETTINGS * is_host + _IDS * isinstance(metric, PooledMetricList)
+    return {name: value for name, value in saved.items() if name not in left_out}
 
 
 def _walk(metric: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -11,10 +11,12 @@ import contextlib
 import copy
 import warnings
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 import torchbearer
+from torch.optim import lr_scheduler
 from torchbearer.callbacks.torch_scheduler import TorchScheduler
 
 from torchbearer_ddp.checkpoints import contents, metric_state
@@ -37,6 +39,7 @@ def check_schedulers(state: Any, payload: dict[str, Any]) -> None:
         scheduler = _built(callbacks[name], optimizer, state[torchbearer.EPOCH])
         if scheduler is not None and name in section["callbacks"]:
             contents.load_scheduler(scheduler, section["schedulers"].get(name), name)
+            contents.fitting(partial(try_step, scheduler), f"scheduler of {name}")
     if contents.OPTIMIZER in payload:  # schedulers have settings in its groups
         contents.fitting(
             lambda: layouts.check_optimizer(payload[contents.OPTIMIZER], optimizer.param_groups),
@@ -67,6 +70,29 @@ def _built(callback: TorchScheduler, optimizer: Any, epoch: int) -> Any:
         TorchScheduler.on_start(made, {torchbearer.OPTIMIZER: optimizer, torchbearer.EPOCH: epoch})
         return made._scheduler
     return None
+
+
+def try_step(scheduler: Any) -> None:
+    """Takes a step with a scheduler that nothing uses; what torch raises is the error.
+
+    A function of the user's own may fail after the last step that it was written for.
+    """
+    parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    if all(_is_of_torch_alone(each) for each in parts):
+        values = [0.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                scheduler.step(*values)
+            except ValueError as error:  # of a schedule that has come to its end
+                if not str(error).startswith("Tried to step"):
+                    raise
+
+
+def _is_of_torch_alone(scheduler: Any) -> bool:
+    has_function = isinstance(scheduler, lr_scheduler.LambdaLR | lr_scheduler.MultiplicativeLR)
+    has_function |= getattr(scheduler, "_scale_fn_custom", None) is not None
+    return type(scheduler).__module__ == lr_scheduler.__name__ and not has_function
 
 
 def _unused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

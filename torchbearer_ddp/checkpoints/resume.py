@@ -8,6 +8,7 @@ been brought to its place, since the hooks at the start of that epoch have run a
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torchbearer_ddp import checked
 from torchbearer_ddp.checkpoints import (
     contents,
     generators,
+    loader_state,
     metric_state,
     rank_state,
     rehearsal,
@@ -39,6 +41,19 @@ def data_plan(state: Any) -> dict[str, Any]:
         "train_steps": steps,
         "batch_size": rank_state.train_batch_size(state),
     }
+
+
+def load_into(state: Any, payload: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Puts a file into a trial that does not run: all but what each rank had for itself."""
+    section = payload.get(SECTION, {})
+    with contents.of_file(path):
+        contents.restore(state, payload)
+        trained_state.restore(state, trained_state.saved_states(section), {})
+        if "callbacks" in section:
+            if collectives.is_rank_zero():
+                contents.warn_of_changed_callbacks(state, payload)
+            contents.restore_callbacks(state, payload)
+            contents.restore_schedulers(state, payload)
 
 
 class Resume:
@@ -132,6 +147,7 @@ class Resume:
         rank_state.check_buffers(contents.unwrapped(state[torchbearer.MODEL]), mine["buffers"])
         rehearsal.check_metrics(state, mine["metrics"])
         epoch = mine["epoch"] or {}
+        loader_state.rehearse(state, epoch.get("loader"), self._section["batch"])
         for each in (mine["generators"], epoch.get("start"), epoch.get("again")):
             if each is not None:
                 generators.restore(state, each)
@@ -140,10 +156,9 @@ class Resume:
         """Puts something back; what does not fit on one rank is an error on all."""
         error: Exception | None = None
         try:
-            contents.fitting(action, "state")
-        except CheckpointError as caught:
-            error = CheckpointError(f"{self.path}: {caught}")
-        except OSError as caught:
+            with contents.of_file(self.path):
+                contents.fitting(action, "state")
+        except (CheckpointError, OSError) as caught:
             error = caught
         collectives.raise_together(error, "continuing from a checkpoint")
 
@@ -236,6 +251,7 @@ class Resume:
         def put_back() -> None:
             if not changed:  # they are known by their place
                 metric_state.restore(metrics, mine["metrics"])
+                metric_state.watch(metrics, self.path)
             elif self._batch and not state[torchbearer.STEPS]:
                 raise CheckpointError(
                     f"The metrics are not those of the run that saved it ({', '.join(changed)}), "

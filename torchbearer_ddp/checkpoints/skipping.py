@@ -15,10 +15,9 @@ import torchbearer
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchbearer_ddp.checkpoints import generators
+from torchbearer_ddp.checkpoints.loader_state import REPLAYS
 from torchbearer_ddp.data import randomness
 
-#: A data set that must be read from the start has this attribute, and it is True.
-REPLAYS = "resumes_by_replay"
 _END = object()
 
 

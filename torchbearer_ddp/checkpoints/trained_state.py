@@ -11,10 +11,12 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torchbearer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torchbearer.callbacks import Callback, CallbackList
 from torchbearer.trial import MockOptimizer
@@ -208,8 +210,15 @@ def _load(thing: Any, name: str, held: dict[str, Any]) -> None:
         contents.load_model(thing, held, name)
     elif isinstance(thing, torch.optim.Optimizer):
         contents.fitting(lambda: layouts.load_optimizer(thing, held), name)
+    elif isinstance(thing, LRScheduler):
+        contents.load_scheduler(thing, held, name)
     else:
         live = _state_of(thing)
+        if type(thing).__module__.startswith(
+            "torch."
+        ):  # such as a GradScaler; ours check their own
+            check = partial(kinds.check_numbers, live, held, "its state", owner=thing)
+            contents.fitting(check, name)
         value = held[""] if held.keys() == {""} else kinds.like(live, held)
         contents.fitting(lambda: thing.load_state_dict(value), name)
 

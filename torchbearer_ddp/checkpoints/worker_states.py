@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from torchbearer_ddp.checkpoints import generators, memory
 from torchbearer_ddp.data import randomness
@@ -29,12 +29,25 @@ class WorkerStates:
         restored: For each worker, its generators after the batches that are left out; None for one
             that had made none.
         done: How many batches are left out.
+        first: How many come before the first that is made, if the workers need no empty batches.
+        saves_itself: The loader saves what its data set remembers.
     """
 
-    def __init__(self, loader: Any, restored: list[torch.Tensor | None], done: int = 0) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        restored: list[torch.Tensor | None],
+        done: int = 0,
+        first: int | None = None,
+        saves_itself: bool = False,
+    ) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._restored, self._done = restored, done
         self._count: int = loader.num_workers
+        self._first = done - done % self._count if first is None else first
+        self._saves_itself = saves_itself
+        #: Workers that read streams do not take turns once one is at its end.
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
         #: Enough for what a worker has made ahead, the last batch given and the next being written.
         self._slots = loader.prefetch_factor + 2
         self._ring = torch.zeros(self._count, self._slots, _LENGTH + _BYTES, dtype=torch.uint8)
@@ -47,17 +60,20 @@ class WorkerStates:
                 self._write(worker, self._made_by(worker, done), each)
         # Of a worker: its number, its batches, and what it has.
         self._worker = 0
-        self._made = done // self._count
+        self._made = 0
+        self._drawn: dict[str, Any] = {}
         self._memory: dict[str, str] = {}
         self._found: list[tuple[str, Any]] = []
 
     @property
     def remembers(self) -> bool:
-        """True if what a worker has drawn is not known, or its data set has a memory."""
+        """True if what a worker has drawn cannot be put back, or its data set has a memory."""
         return bool(self._remembers.item())
 
     def collect(self, done: int) -> list[torch.Tensor | None]:
         """Each worker's generators when so many batches of the epoch were given."""
+        if self._is_stream:
+            return [None] * self._count
         return [self._read(each, self._made_by(each, done)) for each in range(self._count)]
 
     def install(self, loader: Any) -> None:
@@ -76,7 +92,7 @@ class WorkerStates:
     def _start(self, worker: int) -> None:
         if self._init is not None:
             self._init(worker)
-        self._worker = worker
+        self._worker, self._made = worker, self._made_by(worker, self._first)
         if self._is_started[worker]:  # a callback has started the loader too: both would write
             self._remembers.fill_(1)
         self._is_started[worker] = 1
@@ -85,6 +101,7 @@ class WorkerStates:
         except Exception:  # whatever the data set is: a resume reads again
             self._remembers.fill_(1)
         self._restore()
+        self._drawn = randomness.process_state()
 
     def _restore(self) -> None:
         """Puts the generators back when as many batches were made as at the save."""
@@ -116,6 +133,10 @@ class WorkerStates:
                 n for n, _ in self._found
             ]:
                 self._remembers.fill_(1)
+        if self._is_stream:
+            if not randomness.equal_states(self._drawn, randomness.process_state()):
+                self._remembers.fill_(1)
+            return
         held, failed = generators.states_of(self._found)
         state = wire.encode({**randomness.process_state(), "loaders": held})
         if failed or len(state) > _BYTES:
@@ -126,7 +147,7 @@ class WorkerStates:
     def _look(self) -> dict[str, str]:
         dataset = get_worker_info().dataset  # type: ignore[union-attr]
         self._found = generators.inside(dataset, self._collate)
-        return memory.of_parts(dataset, self._collate)
+        return memory.of_parts(None if self._saves_itself else dataset, self._collate)
 
     # In both.
 

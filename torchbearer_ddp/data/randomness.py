@@ -84,10 +84,15 @@ def process_state() -> dict[str, Any]:
     }
 
 
+def python_state(version: Any, words: Any, gauss: Any) -> Any:
+    """A state for ``random.setstate``, which would take anything as the last of its parts."""
+    return (version, tuple(words), None if gauss is None else float(gauss))
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restores the state that :func:`rng_state` returned."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    random.setstate(python_state(version, words.tolist(), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])

@@ -6,6 +6,7 @@ parameter and of its state in the same order.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from torchbearer_ddp import checked
+from torchbearer_ddp.group import local_work
 
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
@@ -21,14 +23,15 @@ _NUMBERS = (torch.Tensor, int, float)
 _LARGEST = 2**63 - 1
 #: What a step needs of each parameter's state where a setting is on.
 _NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
-#: torch's optimizers whose state is numbers, and tensors of the shapes of the parameters.
-_PLAIN = {
+_TORCHS = {
     each
     for each in vars(torch.optim).values()
-    if isinstance(each, type)
-    and issubclass(each, torch.optim.Optimizer)
-    and each.__name__ not in ("Adafactor", "LBFGS")
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
 }
+#: Those whose state is not only numbers, and tensors of the shapes of the parameters.
+_INTRICATE = (torch.optim.Adafactor, torch.optim.LBFGS)
+#: What the others keep as one number for each parameter.
+_COUNTED = ("step", "eta", "mu", "mu_product")
 _OPTIMIZER = checked.record(
     {
         "state": checked.table(checked.table(checked.anything), checked.anything),
@@ -131,9 +134,10 @@ def load_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     states = dict(getattr(optimizer, "state", {}))
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer(saved, groups)
-        if type(optimizer) in _PLAIN:
-            _check_state(saved, groups)
-            _check_values(type(optimizer), saved, groups)
+        if (kind := type(optimizer)) in _TORCHS:
+            if kind not in _INTRICATE:
+                _check_state(kind, saved, groups)
+            _check_values(kind, saved, groups)
     optimizer.load_state_dict(_computed_as_here(saved, groups))
     for before, group in zip(groups, getattr(optimizer, "param_groups", ()), strict=True):
         group.update({key: _kept(before.get(key), group[key]) for key in group if key != "params"})
@@ -151,50 +155,89 @@ def check_optimizer(saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> 
     """Refuses what torch would load into these groups, and only fail on at the next step."""
     _OPTIMIZER(saved, "its state dict")
     checked.items(checked.anything, len(groups))(saved["param_groups"], "the list of its groups")
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    if len({*names}) < len(names):
+        raise checked.Unexpected("its groups name a parameter twice")
     for index, (here, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         passed_over = ("params", *_COMPUTATION)  # which are those here
         for key in [each for each in here if each in there and each not in passed_over]:
             _check_setting(here[key], there[key], f"{key!r} of its group {index}")
 
 
-def _check_state(saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+def _check_state(
+    kind: type[torch.optim.Optimizer], saved: dict[str, Any], groups: Sequence[dict[str, Any]]
+) -> None:
     """Refuses a state that is neither a number nor a tensor like its parameter."""
     for group in saved["param_groups"]:
         for setting in [each for each in _NEEDED if group.get(each)]:
             for held in [saved["state"].get(name) for name in group["params"]]:
                 if held:
                     checked.record({_NEEDED[setting]: checked.anything})(held, "its state")
+    steps = [held["step"] for held in saved["state"].values() if "step" in held]
+    if len({isinstance(each, torch.Tensor) for each in steps}) > 1:  # torch looks at the first
+        raise checked.Unexpected("some of its steps are tensors, and some are numbers")
     names = [name for group in saved["param_groups"] for name in group["params"]]
     parameters = [parameter for group in groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
-        for key, value in saved["state"].get(name, {}).items():
+        held = saved["state"].get(name, {})
+        if kind is torch.optim.Adagrad:  # makes its state before the first step, and not later
+            checked.record({"sum": checked.anything})(held, f"the state of its parameter {name}")
+        for key, value in held.items():
             where = f"{key!r} of its parameter {name}"
-            if key == "step":
-                if _one_number(value, where) < 0:
+            if key in _COUNTED:
+                if _one_number(value, where) < 0 and key == "step":
                     raise checked.Unexpected(f"{where} is {checked.shown(value)}, less than 0")
-            elif value is not None or key != "momentum_buffer":
+            elif value is not None or kind is not torch.optim.SGD:  # which has it without momentum
                 checked.kind(torch.Tensor, "a tensor")(value, where)
-            if isinstance(value, torch.Tensor) and value.dim():
                 checked.one_of(parameter.shape)(value.shape, f"the shape of {where}")
 
 
 def _check_values(
     kind: type[torch.optim.Optimizer], saved: dict[str, Any], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Refuses settings that the class itself refuses, where it takes those that are here."""
+    """Refuses what the class itself refuses, where it takes what is here: settings, and states.
+
+    For states of which only the class knows the form, it takes a step with copies.
+    """
     names = inspect.signature(kind).parameters
     for index, (here, there) in enumerate(zip(groups, saved["param_groups"], strict=True)):
-        settings = {key: here[key] for key in here if key in names and key != "params"}
-        theirs = {key: there[key] for key in settings if key in there and key not in _COMPUTATION}
+        passed_over = ("params", *_COMPUTATION)
+        settings = {key: here[key] for key in here if key in names and key not in passed_over}
+        theirs = {key: there[key] for key in settings if key in there}
         loaded = {**settings, **{k: _kept(_copied(here[k]), v) for k, v in theirs.items()}}
-        if _refusal(kind, settings) is None and (refusal := _refusal(kind, loaded)):
+        if (refusal := _refusal(kind, loaded)) and not _refusal(kind, settings):
             raise checked.Unexpected(f"a setting of its group {index} is refused: {refusal}")
+        if kind in _INTRICATE:
+            held = [saved["state"].get(name, {}) for name in there["params"]]
+            pairs = list(zip(here["params"], held, strict=True))
+            # One after the other takes less memory; LBFGS has the state of all at its first.
+            for part in [pairs] if kind is torch.optim.LBFGS else [[pair] for pair in pairs]:
+                refusal = _refusal(kind, loaded, part)
+                if refusal and not _refusal(kind, settings, [(each, {}) for each, _ in part]):
+                    raise checked.Unexpected(f"a state of its group {index} is refused: {refusal}")
 
 
-def _refusal(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> str | None:
+def _refusal(
+    kind: type[torch.optim.Optimizer],
+    settings: dict[str, Any],
+    tried: Sequence[tuple[torch.Tensor, dict[str, Any]]] = (),
+) -> str | None:
+    """Why a class does not take a step with settings, of parameters like these with their states.
+
+    LBFGS keeps or drops a part of its state by the sign of the gradient, so both are tried.
+    """
     try:
-        kind([torch.zeros(1, requires_grad=True)], **settings)
-    except (TypeError, ValueError, RuntimeError) as error:
+        for gradient in (1000.0, -1000.0):
+            like = [parameter for parameter, _ in tried] or [torch.empty(1, 1)]
+            copies = [torch.ones(p.shape, dtype=p.dtype, requires_grad=True) for p in like]
+            made = kind(copies, **settings)
+            states = {n: copy.deepcopy(state) for n, (_, state) in enumerate(tried) if state}
+            made.load_state_dict({**made.state_dict(), "state": states})
+            for each in copies:
+                each.grad = torch.full_like(each, gradient)
+            with local_work.local():  # nothing is to be averaged
+                made.step(lambda: 0.0)
+    except Exception as error:  # torch raises AssertionError as well
         return checked.first_line(error)
     return None
 

@@ -111,7 +111,7 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
         self._ledgers = [ledgers.get(id(leaf.metric)) or Ledger() for leaf in self._leaves.summed]
         self._lengths: list[dict[str, list[int]]] = [
             lengths.get(id(leaf.metric)) or {name: [] for name in names}
-            for leaf, names in self._with_rows()
+            for leaf, names in self.with_rows()
         ]
         self._exchanged = False
         #: None if no rank has final values to report.
@@ -119,13 +119,13 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
 
     def _records(self) -> tuple[dict[int, Ledger], dict[int, dict[str, list[int]]]]:
         summed = zip(self._leaves.summed, self._ledgers, strict=True)
-        rows = zip(self._with_rows(), self._lengths, strict=True)
+        rows = zip(self.with_rows(), self._lengths, strict=True)
         return (
             {id(leaf.metric): ledger for leaf, ledger in summed},
             {id(leaf.metric): lengths for (leaf, _), lengths in rows},
         )
 
-    def _with_rows(self) -> list[tuple[Leaf, Iterable[str]]]:
+    def with_rows(self) -> list[tuple[Leaf, Iterable[str]]]:
         """The metrics that gather rows, with the attributes that hold them."""
         declaring = [
             (leaf, declared.gathered_names(leaf.metric)) for leaf in self._leaves.declaring
@@ -142,7 +142,7 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
         values = super().process(*args)
         for leaf, ledger in zip(self._leaves.summed, self._ledgers, strict=True):
             ledger.take(leaf.metric)
-        for (leaf, _), lengths in zip(self._with_rows(), self._lengths, strict=True):
+        for (leaf, _), lengths in zip(self.with_rows(), self._lengths, strict=True):
             for name, recorded in lengths.items():
                 rows: Any = getattr(leaf.metric, name, None)
                 recorded.append(len(rows) if hasattr(rows, "__len__") else 0)
