@@ -1,9 +1,6 @@
 """A step on gradients that nothing averages is named; every step that is meant is not."""
 
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from torchbearer import Trial
 from torchbearer.callbacks import Callback, on_backward
 
 from tests.log_lines import LogLines
+from tests.processes import run_python
 from tests.ranks import RankPool
 from torchbearer_ddp import RankZeroOnly, data_parallel
 from torchbearer_ddp.group import collectives, membership, unsynchronised
@@ -180,14 +178,7 @@ def test_a_process_of_torchrun_that_joins_no_group_is_warned(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}
-    result = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, **torchrun},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_python("train.py", folder=tmp_path, **torchrun)
+    assert result.code() == 0, result.text()
     warned = "torchbearer_ddp: train.py:9: Adam takes a step on the gradients of one rank. 2 ranks"
-    assert warned in result.stderr
+    assert warned in "".join(result.errors)

@@ -230,7 +230,7 @@ def test_the_launcher_itself_ends_as_python_does(case, expected, tmp_path):
     """It does not collect its modules, unless a class of the script's own counts on that."""
     path, found = tmp_path / "launcher.py", tmp_path / "found"
     path.write_text(LAUNCHER)
-    with Program(sys.executable, str(path), str(found), case, raw=True) as program:
+    with Program(sys.executable, str(path), str(found), case, raw=True, fresh=True) as program:
         assert program.code() == 3, program.text()
         assert program.output == ["[1, 1]\n", "exit handler\n", *expected]
     assert found.read_text() == "written"

@@ -211,6 +211,8 @@ def test_what_is_no_list_of_counts_is_refused(listing):
         {"SLURM_JOB_ID": "job"},
         {"SLURM_LOCALID": "-7"},
         {"SLURM_LOCALID": "4"},
+        {"SLURM_LOCALID": "2"},  # of two on each node
+        {"SLURM_JOB_NODELIST": ""},  # of two nodes
         {"SLURM_NODEID": "-1"},
         {"SLURM_NODEID": "٣"},
         {"SLURM_PROCID": "1_0"},
@@ -378,6 +380,9 @@ def test_spawn_without_a_number_is_one_rank_per_gpu():
         ("--rank 0 --world-size 4 --host h --nproc-per-node 2", "--nproc-per-node 2 does not go"),
         ("--host h", "--host h is given but not which ranks"),
         ("--nproc-per-node 0", "--nproc-per-node is 0; it must be a whole number from 1"),
+        ("--nproc-per-node 1000001", "--nproc-per-node is 1000001; .* from 1 to 1000000"),
+        ("--nnodes 500001 --nproc-per-node 2", "--nnodes is 500001; .* from 1 to 500000"),
+        ("--rank 0 --world-size 1000001 --host h", "--world-size is 1000001; .* to 1000000"),
         ("--nproc-per-node gpu", "no GPU is visible"),
         ("--nproc-per-node two", "--nproc-per-node.*'two'"),
         ("--nproc-per-node", "--nproc-per-node: expected one argument"),

@@ -98,7 +98,7 @@ def test_a_failure_that_comes_back_at_the_same_step_ends_it(script, tmp_path):
     assert found == []
     assert "The ranks start again from the beginning: no checkpoint was saved" in text
     assert len(re.findall(r"  attempt \d: at step 2: Rank 1 on \S+ raised ValueError", text)) == 3
-    assert "It fails at step 2 each time: not a matter of luck. Correct the cause." in text
+    assert "It fails at step 2 each time, so the ranks do not start again." in text
 
 
 LATE = """
@@ -218,7 +218,7 @@ def test_every_attempt_is_named_when_they_are_used_up():
 def test_the_same_failure_three_times_is_enough(failures, place):
     error, variables = attempts(99, *failures)
     assert len(variables) == len(failures)
-    assert f"It fails {place} each time: not a matter of luck." in str(error)
+    assert f"It fails {place} each time, so the ranks do not start again." in str(error)
 
 
 def test_another_failure_at_the_same_step_is_another_one():

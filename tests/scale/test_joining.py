@@ -1,9 +1,12 @@
 """Many ranks join with a few requests each, and all are told the same if some do not come."""
 
+import json
 import time
+import zlib
 
 from tests.scale.simulated import SECONDS, WORLD_SIZE
 from torchbearer_ddp.errors import LaunchError
+from torchbearer_ddp.group import board
 from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.group.roll_call import roll_call
 
@@ -16,21 +19,24 @@ def join(timeout=SECONDS, world_size=WORLD_SIZE):
     def action(rank, store):
         member = Member(rank, world_size(rank) if callable(world_size) else world_size,
                         local_rank=-1, timeout=timeout)  # fmt: skip
-        return roll_call(store, member, time.monotonic() + timeout, serves=False)
+        member, roll = roll_call(store, member, time.monotonic() + timeout, serves=False)
+        # A thousand copies of a thousand entries would not fit into memory.
+        return member, [entry["rank"] for entry in roll], zlib.crc32(json.dumps(roll).encode())
 
     return action
 
 
 def test_every_rank_knows_all_others_after_a_few_requests(ranks):
     found = ranks.run(join())
-    assert [member.rank for member, _ in found] == list(range(WORLD_SIZE))
-    assert [member.local_rank for member, _ in found] == list(range(WORLD_SIZE))
-    assert all(roll == found[0][1] for _, roll in found)
-    assert [entry["rank"] for entry in found[0][1]] == list(range(WORLD_SIZE))
+    assert [member.rank for member, _, _ in found] == list(range(WORLD_SIZE))
+    assert [member.local_rank for member, _, _ in found] == list(range(WORLD_SIZE))
+    assert all(ranks == list(range(WORLD_SIZE)) for _, ranks, _ in found)
+    assert len({roll for _, _, roll in found}) == 1
     for store in ranks.stores:
         assert store.number(without={"roll"}) <= REQUESTS
         assert store.counts["compare_set", "roll"] == 1
-    assert 1 <= sum(store.counts["multi_get", "several"] for store in ranks.stores) <= 8
+    readers = sum(store.counts["multi_get", "several"] for store in ranks.stores)
+    assert 1 <= readers <= board.JUDGES
 
 
 def test_all_ranks_name_the_same_missing_ones(ranks):

@@ -72,7 +72,7 @@ _EQUAL = ("step", "batch", "site", "frozen")
 _DIFFERENT = ("weight", "loss", "seconds")
 _RARE = ("stop", "signal", "again", "wishes", "groups", "mixed", "failed", "regroup")
 _NAMES = (*_EQUAL, *_DIFFERENT, *_RARE)
-_FIELDS = len(_NAMES)
+_FIELDS, _USUAL = len(_NAMES), len(_EQUAL) + len(_DIFFERENT)
 _row = operator.attrgetter(*_NAMES[1:])
 
 
@@ -175,16 +175,16 @@ class Header:
         if self._copy is not None:
             self._copy.receive(wait)
         values = self._memory[: self._rows].tolist()
-        rows = [values[start : start + _FIELDS] for start in range(0, self._rows, _FIELDS)]
-        steps, batches, sites, frozen, weights, losses, seconds, *rare = zip(*rows, strict=True)
-        first = rows[0][: len(_EQUAL)]
+        columns = [values[field::_FIELDS] for field in range(_USUAL)]
+        steps, batches, sites, frozen, weights, losses, seconds = columns
         summary = StepSummary(
             *(steps, batches, sites, frozen, weights, losses, seconds),
-            all(row[: len(_EQUAL)] == first for row in rows),
+            all(column.count(column[0]) == len(column) for column in columns[: len(_EQUAL)]),
             self._marks,
         )
+        rare = [values[start : start + len(_RARE)] for start in range(_USUAL, len(values), _FIELDS)]
         if any(map(any, rare)):
-            _add_rare(summary, dict(zip(_RARE, rare, strict=True)))
+            _add_rare(summary, dict(zip(_RARE, zip(*rare, strict=True), strict=True)))
         return summary
 
 

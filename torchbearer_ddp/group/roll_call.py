@@ -1,7 +1,7 @@
 """The roll call: every rank registers in the store, and waits until all have.
 
-The rank that comes last reads all registrations with one request and publishes them as one list, so
-a rank needs a few requests, however many ranks there are. A missing rank, two processes with one
+The last ranks to come read all registrations with one request each, and publish them as one list,
+so a rank needs a few requests, however many ranks there are. A missing rank, two processes with one
 rank, nodes with different world sizes, and devices that do not fit together raise an error that
 names them, the same on every rank.
 """
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from torchbearer_ddp import checked
 from torchbearer_ddp.errors import DesyncError, LaunchError
-from torchbearer_ddp.group import posts
+from torchbearer_ddp.group import board, posts
 from torchbearer_ddp.group.bounded import in_time
 from torchbearer_ddp.group.launcher import TOKEN_VARIABLE
 from torchbearer_ddp.group.membership import Member
@@ -76,8 +76,10 @@ def roll_call(
         "is cut. See its output."
     )
     try:
-        # At the deadline _exchange names the missing ranks, unless the store does not answer.
-        roll = in_time(lambda: _exchange(store, member, deadline), deadline + STORE_SECONDS, lost)
+        # At the deadline _exchange names the missing ranks, unless the store does not answer: all
+        # ranks ask it then.
+        latest = deadline + STORE_SECONDS + board.pace(member.rank, member.world_size).grace
+        roll = in_time(lambda: _exchange(store, member, deadline), latest, lost)
         with checked.as_error(LaunchError), checked.damage("What the ranks have registered"):
             return find_places(member, roll)[member.rank], roll
     except (LaunchError, DesyncError) as error:
@@ -126,7 +128,8 @@ def _exchange(store: Store, member: Member, deadline: float) -> Roll:
                 f"({info['host']}). Give every node the same --world-size."
             )
     everyone = range(member.world_size)
-    if arrived.keys() >= set(everyone):
+    # Of many ranks that arrive at the same time, most see that all have.
+    if arrived.keys() >= set(everyone) and member.rank in [*arrived][-board.JUDGES :]:
         return publish("", _registrations(store, everyone))
     pause = max(POLL_SECONDS, member.world_size / _QUESTIONS_PER_SECOND)
     while not store.check([_OUTCOME]) and time.monotonic() < deadline:
@@ -135,7 +138,7 @@ def _exchange(store: Store, member: Member, deadline: float) -> Roll:
 
 
 def _arrived(store: Store) -> dict[int, int]:
-    """The ranks that have registered, with the world size that each was started with."""
+    """The ranks that have registered, in that order, with the world size that each was given."""
     content = store.get(_ARRIVED)
     with posts.told(), checked.damage(f"The entry {_ARRIVED!r}"):
         pairs = [text.split("/") for text in content.decode().split()]

@@ -96,7 +96,8 @@ class _Debugger(pdb.Pdb):
         """Reads commands until one goes on, or until a signal comes."""
         try:
             super().cmdloop(intro)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, SystemError):
+            # SystemError: Python 3.10, if the signal comes twice while it reads a line.
             if stop_request.received() is None:
                 raise
             self.message("")  # the prompt was an open line

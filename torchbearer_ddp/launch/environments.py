@@ -11,7 +11,7 @@ from torchbearer_ddp import checked
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.membership import Member
 from torchbearer_ddp.launch.node_lists import Counts, expand_hosts
-from torchbearer_ddp.launch.plan import Plan
+from torchbearer_ddp.launch.plan import MOST_RANKS, Plan
 
 #: Each of these shows that torchrun started the process; batch scripts may set MASTER_ADDR too.
 _TORCHRUN_SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -24,8 +24,6 @@ _FIRST_PORT, _PORTS = 20000, 12000
 #: Another program may hold the port; the ranks then try the next ones.
 _PORTS_TO_TRY = 4
 _LAST_PORT = 65535
-#: More ranks than any run has.
-_MOST_RANKS = 10**6
 _REMEDY = ". Unset what is left of another run, or name a launcher, such as --launcher inline."
 #: Slurm's variables by the names of today and of older versions.
 _OLDER_NAMES = (
@@ -127,9 +125,12 @@ def read_slurm_step(environment: Mapping[str, str]) -> Plan:
         for name in names:
             checked.variable(known, name, 0, 0)
         tasks = _tasks_per_node(known, world_size)
-        local_size = tasks.at(checked.variable(known, "SLURM_NODEID", 0, 0, world_size - 1))
-        local_rank = checked.variable(known, "SLURM_LOCALID", -1, 0, world_size - 1)
-        host = _first_host(known)
+        node = checked.variable(known, "SLURM_NODEID", 0, 0, world_size - 1)
+        local_size = tasks.at(node)
+        is_exact = "SLURM_STEP_TASKS_PER_NODE" in known and node < tasks.nodes
+        bound = local_size if is_exact else world_size
+        local_rank = checked.variable(known, "SLURM_LOCALID", -1, 0, bound - 1)
+        host = _first_host(known, tasks.nodes)
     step = "/".join(known.get(name, "") for name in names)
     port = _FIRST_PORT + zlib.crc32(step.encode()) % _PORTS
     return Plan(
@@ -146,10 +147,12 @@ def read_slurm_step(environment: Mapping[str, str]) -> Plan:
     )
 
 
-def _first_host(environment: Mapping[str, str]) -> str:
+def _first_host(environment: Mapping[str, str], nodes: int) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if listing := environment.get(name):
             return checked.host(next(expand_hosts(listing, name)), name)
+    if nodes > 1:
+        raise checked.Unexpected(f"SLURM_JOB_NODELIST is not set, but there are {nodes} nodes")
     return "127.0.0.1"
 
 
@@ -182,7 +185,7 @@ def _rank_of(environment: Mapping[str, str], remedy: str, *needed: str) -> tuple
             f"{', '.join(missing)}: {remedy}"
         )
     with checked.as_error(LaunchError, after=_REMEDY):
-        size = checked.variable(environment, needed[1], 0, 1, _MOST_RANKS)
+        size = checked.variable(environment, needed[1], 0, 1, MOST_RANKS)
         rank = checked.variable(environment, needed[0], 0)
     if not 0 <= rank < size:
         raise LaunchError(

@@ -9,6 +9,8 @@ from typing import Any
 from torchbearer_ddp.group.membership import Member
 
 DEFAULT_GRACE = 30.0
+#: More ranks than any run has.
+MOST_RANKS = 10**6
 
 
 @dataclass(frozen=True)

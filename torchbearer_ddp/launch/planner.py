@@ -10,7 +10,7 @@ from typing import Any
 from torchbearer_ddp.group.membership import DEFAULT_TIMEOUT, Member
 from torchbearer_ddp.launch import environments
 from torchbearer_ddp.launch.devices import choose_backend, choose_device
-from torchbearer_ddp.launch.plan import DEFAULT_GRACE, Plan
+from torchbearer_ddp.launch.plan import DEFAULT_GRACE, MOST_RANKS, Plan
 from torchbearer_ddp.launch.settings import PLACEMENT_FLAGS, Settings, checked_count
 from torchbearer_ddp.launch.token import prefix_with_token
 
@@ -155,8 +155,9 @@ def _spawned_ranks(given: Settings, gpus: int) -> Plan:
             "--nproc-per-node is gpu but no GPU is visible. Give a number, or check "
             "CUDA_VISIBLE_DEVICES and the driver."
         )
-    count = checked_count(given.called("nproc_per_node"), gpus if count == "gpu" else count, 1)
-    nodes = given.integer("nnodes", 1, 1)
+    count = gpus if count == "gpu" else count
+    count = checked_count(given.called("nproc_per_node"), count, 1, MOST_RANKS)
+    nodes = given.integer("nnodes", 1, 1, MOST_RANKS // count)
     if nodes == 1:
         if given.integer("node_rank", 0) != 0:
             raise ValueError(f"{given.shown('node_rank')} needs --nnodes greater than it.")
@@ -186,7 +187,7 @@ def _one_rank(given: Settings) -> Plan:
         unless_single=True,
     )
     size = given.needed("world_size", "--rank is given", "the number of ranks in the run")
-    size = checked_count("--world-size", size, 1)
+    size = checked_count("--world-size", size, 1, MOST_RANKS)
     found = f"--world-size is {size}"
     rank = given.needed("rank", found, "0 for the first process, 1 for the next")
     if not 0 <= rank < size:

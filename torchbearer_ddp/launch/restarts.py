@@ -101,7 +101,10 @@ class Restarts:
         """Why there is no further attempt, or None."""
         failure, times = Counter(self._failures).most_common(1)[0]
         if times >= _SAME_FAILURES:
-            return f"It fails {failure.place} each time: not a matter of luck. Correct the cause."
+            return (
+                f"It fails {failure.place} each time, so the ranks do not start again. "
+                "Correct the cause."
+            )
         if len(self._failures) > self._most:
             return f"--max-restarts is {self._most}: the ranks do not start again."
         return None

@@ -21,7 +21,7 @@ from tests.gradients.transport_cases import (
 )
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
-from torchbearer_ddp.gradients.transports import hosts, segment
+from torchbearer_ddp.gradients.transports import hosts, segment, shared_memory
 from torchbearer_ddp.group import collectives, membership
 
 
@@ -58,6 +58,29 @@ def test_each_rank_has_its_own_weight_and_the_header_has_none(numel):
             assert torch.equal(header, 3 * base[-3:] + 3)
 
     run_ranks(body, 3)
+
+
+@pytest.mark.parametrize("threads_each", [1, 2])
+def test_more_threads_than_cores_are_not_used_for_a_sum(threads_each):
+    """An operation of several threads would wait for one that has no core."""
+    numel, most = 300_000, shared_memory.ONE_THREAD_NUMEL
+
+    def body():
+        mine = sorted(os.sched_getaffinity(0))
+        if len(mine) > 1:  # as a launcher binds ranks: one core for each
+            os.sched_setaffinity(0, {mine[collectives.rank()]})
+        collectives.barrier()
+        torch.set_num_threads(threads_each)
+        transport, _ = make("shm", [bucket(numel)])
+        (tensor,) = transport.tensors
+        (exchange,) = transport._exchanges
+        largest = max(piece.whole[0].numel() for piece in exchange._pieces)
+        assert (largest <= most) == (len(mine) == 1 or threads_each > 1)
+        tensor.copy_(numbers(numel, tensor.dtype, collectives.rank()))
+        add_up(transport)
+        assert torch.equal(tensor, sum(numbers(numel, tensor.dtype, r) for r in range(2)))
+
+    run_ranks(body, 2)
 
 
 @ranks(3)

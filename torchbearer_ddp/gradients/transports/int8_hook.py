@@ -41,7 +41,7 @@ class Int8State:
         return self._memory.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave."""
+        """Restores what :meth:`state_dict` returned."""
         self._memory.load_state_dict(state_dict)
 
     def rescale(self, factor: float) -> None:
@@ -57,7 +57,7 @@ class Int8State:
         self._memory.settle(correction)
 
     def renew_buckets(self) -> None:
-        """Drops what belongs to buckets, as they are others now."""
+        """Drops what is kept for each bucket; called when the buckets have changed."""
         self._sums.clear()
         self._memory.drop()
 

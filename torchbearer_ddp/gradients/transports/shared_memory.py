@@ -6,6 +6,7 @@ Ranks that sum the same numbers in the same order get the same bits, on every ra
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torchbearer_ddp.group.waiting import Wait
 #: What a rank sums at a time, over all ranks together: less costs more calls than it saves in the
 #: cache (measured with 1 MB to 40 MB, on cores with 1 MB of their own and 32 MB together).
 CACHE_BYTES = 2 * 2**20
+#: The most elements that torch never shares out between threads.
+ONE_THREAD_NUMEL = 2**15 - 1
 
 
 class SegmentError(DistributedError):
@@ -38,6 +41,9 @@ class LocalRanks:
         self.local = local
         self.size = len(local)
         self.me = [process.rank for process in local].index(group.member.rank)
+        # A launcher may have bound each rank to cores of its own.
+        cores = set().union(*(os.sched_getaffinity(process.pid) for process in local))
+        self.are_crowded = self.size * torch.get_num_threads() > len(cores)
         signal_bytes = LINE_BYTES * self.size
         #: Where the part of a rank has room for the buckets.
         self.offset = 2 * signal_bytes
@@ -101,7 +107,10 @@ class Exchange:
 
     def _piece_numel(self, dtype: torch.dtype) -> int:
         """How many elements are summed at a time."""
-        return max(1, CACHE_BYTES // (self._ranks.size * dtype.itemsize))
+        numel = max(1, CACHE_BYTES // (self._ranks.size * dtype.itemsize))
+        # With more threads than cores, an operation of several threads waits for one that has no
+        # core: for the scheduler, a thousand times as long as the sum takes.
+        return min(numel, ONE_THREAD_NUMEL) if self._ranks.are_crowded else numel
 
     def _weights(self) -> Sequence[float]:
         """The weight of each rank's numbers.
