@@ -15,7 +15,7 @@ AFTER = ("--nproc-per-node", "2", "--steps=3", "--sample-streams", "--epochs", "
 
 
 def prove(folder, *words):
-    with Program(*COMMAND, *words, raw=True, before=("env", "-C", str(folder))) as program:
+    with Program(*COMMAND, *words, raw=True, folder=folder) as program:
         return program.code(120), "".join(program.output), "".join(program.errors)
 
 
@@ -39,7 +39,7 @@ def test_a_script_that_differs(tmp_path):
     assert "script.py: 2 ranks differ from one process\n" in output
     assert "first tensor: step 0, the gradient of " in output
     assert "  - BatchNorm statistics per rank: " in output
-    assert "  - dropout's random numbers (2): " in output
+    assert "  - dropout's random numbers (layer 2): " in output
     found = json.loads((tmp_path / "proof.json").read_text())
     assert [each["kind"] for each in found["reasons"]] == ["batch_norm", "dropout"]
     assert "<svg" in (tmp_path / "proof.html").read_text()

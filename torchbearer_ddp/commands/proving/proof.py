@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchbearer_ddp.commands.proving.comparison import Comparison, compare, unreproducible
-from torchbearer_ddp.commands.proving.job import RANDOM, Job
+from torchbearer_ddp.commands.proving.job import BATCH_NORM, LOSS, RANDOM, Job
 from torchbearer_ddp.commands.proving.reasons import Evidence, Reason, find_reasons
+from torchbearer_ddp.commands.words import listing
 from torchbearer_ddp.errors import DistributedError
 
 Recording = dict[str, Any]
+#: What one process can take over from the ranks.
+_IMITATED = {BATCH_NORM: "the BatchNorm", RANDOM: "the random numbers", LOSS: "the losses"}
 
 
 class CouldNotRun(DistributedError):
@@ -87,7 +90,7 @@ def prove(runner: Runner, job: Job, roundings: int) -> Proof:
         def imitate(kinds: tuple[str, ...]) -> Comparison:
             every = tuple(dict.fromkeys([*job.imitates, *kinds]))
             changed = dataclasses.replace(job, imitates=every)
-            what = f"one process that does as the ranks do ({', '.join(kinds)})".replace("_", "")
+            what = f"one process with {listing([_IMITATED[kind] for kind in kinds])} of the ranks"
             try:
                 imitating = runner.alone(changed, what)
                 found = compare(ranks, imitating, _rounded(runner, changed, roundings))

@@ -200,15 +200,16 @@ def _random(evidence: Evidence) -> tuple[str, str, str, str]:
     shown = layers if len(layers) < 4 else [*layers[:3], f"{len(layers) - 3} more"]
     generators = [f"{each} generator" for each in evidence.facts["draws_in_step"]]
     what = (
-        f"dropout's random numbers ({listing(shown)}): each rank draws its own"
+        f"dropout's random numbers (layer{'s' * (len(layers) > 1)} {listing(shown)}): each rank "
+        "draws its own"
         if layers
         else f"random numbers that each rank draws in a step from {listing(generators)}"
     )
     return (
         "dropout" if layers else "random_numbers",
         what,
-        "draws them for the same samples from the same streams",
-        "--sample-streams compares that way from the start.",
+        "draws the same numbers for the same samples",
+        "--sample-streams compares in this way from the start.",
     )
 
 

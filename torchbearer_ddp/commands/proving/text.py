@@ -79,7 +79,7 @@ def lines(proof: Proof) -> Iterator[str]:
         if proof.explained is not None:
             yield f"  {APART_FROM_THAT}"
     if proof.lines and not proof.is_equal:
-        yield from ("", "Said on the ranks:", *(f"  - {line}" for line in proof.lines))
+        yield from ("", "Messages of the ranks:", *(f"  - {line}" for line in proof.lines))
     yield from ("", "Notes:", *(f"  - {note}" for note in notes(proof)))
 
 
