@@ -3,7 +3,7 @@
 # make soak      the long tests: 200 random lists of events, 200 kills, 20 launches in a row, every
 #                failing rank on every transport, 100 random interruptions, every odd value at every
 #                place of a checkpoint, 12 seeds of every pair of options, 8 kills of every program,
-#                10,000 changes of requires_grad
+#                10,000 changes of requires_grad, 1,000 simulated ranks
 # make fuzz      every reader of outside data under atheris, FUZZ_SECONDS each (60)
 # make gpu-test  equality, faults, resume, mixed precision and a benchmark on two GPUs through NCCL
 # make compat    the tests with the oldest Python and torch that are supported, and with the newest
@@ -17,8 +17,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-# make test PROCESSES=4 shares out the files of tests between four processes.
-PROCESSES ?= 0
+# make test PROCESSES=4 shares out the files of tests between four processes, 0 takes one after the other.
+PROCESSES ?= 2
 # For make compat, for example: make compat FLOOR_PYTHON=~/.pyenv/versions/3.10.13/bin/python
 FLOOR_PYTHON ?= python3.10
 FLOOR_TORCH ?= 2.10.0
@@ -52,9 +52,10 @@ soak: $(VENV)/test.stamp
 	TORCHBEARER_DDP_SOAK=200 TORCHBEARER_DDP_LAUNCHES=20 TORCHBEARER_DDP_KILLS=200 TORCHBEARER_DDP_RESUMES=100 \
 		$(BIN)/python -m pytest --timeout 3600 tests/faults/test_soak.py tests/faults/test_checkpoint_faults.py \
 		tests/faults/test_ranks.py tests/checkpoints/test_resume_fuzz.py
-	TORCHBEARER_DDP_ODD_RESUMES=100000 $(BIN)/python -m pytest -s tests/fuzz/test_odd_resumes.py
+	TORCHBEARER_DDP_ODD_RESUMES=100000 $(BIN)/python -m pytest -s tests/fuzz/test_odd_resumes.py tests/fuzz/test_optimizer_states.py
 	TORCHBEARER_DDP_PAIR_SEEDS=12 TORCHBEARER_DDP_PROJECT_KILLS=8 TORCHBEARER_DDP_TOGGLES=10000 \
 		$(BIN)/python -m pytest --timeout 3600 tests/pairs tests/projects tests/callbacks/test_trained.py
+	TORCHBEARER_DDP_SIMULATED_RANKS=1000 $(BIN)/python -m pytest --timeout 3600 tests/scale
 
 compat: compat-floor compat-newest
 

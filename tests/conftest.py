@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import proc
+from tests import proc, warm_python
 
 pytest_plugins = ["tests.concurrency"]
 
@@ -64,6 +64,7 @@ def _no_process_stays_behind() -> Iterator[None]:
         # Python 3.11 the server looks in the folder in which a test happens to start it.
         forkserver.ensure_running()
     yield
+    warm_python.close()
     deadline = time.monotonic() + _GRACE_SECONDS
     while (left := _left_behind(os.environ[_MARK])) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.ranks import Process, _context
+from tests.ranks import Process, _context, as_a_user_s
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.group import rendezvous
 from torchbearer_ddp.group.join import join
@@ -45,6 +45,7 @@ def run_script(path: Path, *arguments: str, timeout: float = 120.0) -> tuple[int
 
 
 def _script_main(path: Path, arguments: tuple[str, ...], output: Any) -> None:
+    as_a_user_s()
     descriptor = output.detach()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -102,6 +103,7 @@ class Killable:
 
 def _killable_main(payload: bytes, member: Member, port: int, pipe: Connection) -> None:
     try:
+        as_a_user_s()
         randomness.seed_all(join(member, "127.0.0.1", port))
         cloudpickle.loads(payload)(pipe.send if member.rank == 0 else lambda report: None)
     except BaseException:

@@ -12,13 +12,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from tests import proc
+from tests import proc, warm_python
 
 SCRIPTS = Path(__file__).parent / "launch" / "scripts"
 _ROOT = Path(__file__).parents[1]
-_MARK = "TORCHBEARER_DDP_TEST"
 #: Variables from which a program would conclude that another launcher has started it.
 _FOREIGN = ("SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
 
@@ -34,6 +33,9 @@ class Program:
         before: A command to run it under, such as ``ip netns exec``.
         terminal: A descriptor for stdin, stdout and stderr, instead of pipes.
         pass_fds: Descriptors that it inherits.
+        folder: Where it runs, if not in the current folder.
+        fresh: True if Python itself has to be started, and is not forked from one that has
+            imported torch; what needs that by its other arguments does so anyway.
     """
 
     def __init__(
@@ -44,44 +46,59 @@ class Program:
         before: tuple[str, ...] = (),
         terminal: int | None = None,
         pass_fds: tuple[int, ...] = (),
+        folder: Path | None = None,
+        fresh: bool = False,
     ) -> None:
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        mark = uuid.uuid4().hex
+        self._mark = f"{warm_python.MARK}={mark}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-        clean.update({"PYTHONPATH": str(_ROOT)}, **dict([self._mark.split("=")]))
+        clean["PYTHONPATH"] = str(_ROOT)
+        added = {**(environment or {}), warm_python.MARK: mark}
         if not raw:
             command = (sys.executable, *python_words(*command))
-        self.process = subprocess.Popen(
-            [*before, *command],
-            stdin=terminal,
-            stdout=subprocess.PIPE if terminal is None else terminal,
-            stderr=subprocess.PIPE if terminal is None else terminal,
-            text=True,
-            env={**clean, **(environment or {})},
-            start_new_session=True,
-            pass_fds=pass_fds,
-        )
         self.output: list[str] = []
         self.errors: list[str] = []
-        self._readers = [
-            threading.Thread(target=lambda pipe=pipe, lines=lines: lines.extend(pipe), daemon=True)
-            for pipe, lines in (
-                (self._lines(self.process.stdout), self.output),
-                (self._lines(self.process.stderr), self.errors),
+        self._readers: list[threading.Thread] = []
+        streams = [terminal] * 3 if terminal is not None else [None, *self._pipes()]
+        plain = not before and not pass_fds and terminal is None and command[0] == sys.executable
+        if plain and not fresh and warm_python.serves(command[1:], added):
+            place = folder or Path.cwd()
+            self.process: Any = warm_python.start(command[1:], clean, added, place, 0, *streams[1:])
+        else:
+            self.process = subprocess.Popen(
+                [*before, *command],
+                stdin=streams[0],
+                stdout=streams[1],
+                stderr=streams[2],
+                env={**clean, **added},
+                cwd=folder,
+                start_new_session=True,
+                pass_fds=pass_fds,
             )
-            if terminal is None
-        ]
-        for reader in self._readers:
+        if terminal is None:
+            for descriptor in streams[1:]:
+                os.close(descriptor)
+
+    def _pipes(self) -> Iterator[int]:
+        """Pipes for stdout and stderr, which are read from here on."""
+        for lines in (self.output, self.errors):
+            ours, theirs = os.pipe()
+            reader = threading.Thread(target=self._read_lines, args=(ours, lines), daemon=True)
             reader.start()
+            self._readers.append(reader)
+            yield theirs
 
     @staticmethod
-    def _lines(pipe: IO[str]) -> Iterator[str]:
-        yield from pipe
+    def _read_lines(descriptor: int, lines: list[str]) -> None:
+        with open(descriptor) as pipe:
+            lines.extend(pipe)
 
     def __enter__(self) -> Program:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for pid in [self.process.pid, *self.alive()]:
+        self.process.kill()
+        for pid in self.alive():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -121,6 +138,15 @@ class Program:
         """Its standard error, without the line that describes the launch."""
         lines = [line for line in self.errors if ", gloo on cpu" not in line]
         return "".join(line for line in lines if "torch/distributed/run.py" not in line)
+
+
+def run_python(*words: str, folder: Path, seconds: float = 120.0, **environment: str) -> Program:
+    """Runs Python with these words to its end; what it has started has ended too."""
+    with Program(
+        sys.executable, *words, raw=True, folder=folder, environment=environment
+    ) as program:
+        program.code(seconds)
+        return program
 
 
 def python_words(name: str, *arguments: str) -> tuple[str, ...]:

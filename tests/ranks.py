@@ -221,8 +221,18 @@ class RankPool:
             self._pipes.append(ours)
 
 
+def as_a_user_s() -> None:
+    """Workers of loaders start here as in ranks of users.
+
+    A process of the tests' fork server would start a fork server of its own for them, which imports
+    torch: 2.3 s of a core in each rank.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
 def _serve(member: Member, port: int, pipe: Connection) -> None:
     try:
+        as_a_user_s()
         seed = join(member, "127.0.0.1", port)
         group = membership.current()
         assert group is not None
@@ -269,6 +279,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[A
 
 def _rank_main(payload: bytes, member: Member, port: int, pipe: Connection) -> None:
     try:
+        as_a_user_s()
         randomness.seed_all(join(member, "127.0.0.1", port))
         body, args, kwargs = cloudpickle.loads(payload)
         result = cloudpickle.dumps(body(*args, **kwargs))

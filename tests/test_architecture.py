@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -61,7 +62,13 @@ class Source:
 
     @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text)
+        return parsed(self.text)
+
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a text, which every rule reads."""
+    return ast.parse(text)
 
 
 @dataclass(frozen=True)

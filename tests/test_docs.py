@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
+import contextlib
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch
 
 import torchbearer_ddp
 from tests.forked import run_script
-from tests.processes import free_port
+from tests.processes import Program, free_port, run_python
 from torchbearer_ddp.gradients import header
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +27,8 @@ PAGES = [ROOT / "README.rst", ROOT / "CONTRIBUTING.rst", *sorted((ROOT / "docs")
 #: What a snippet that submits a job needs; tests/slurm runs jobs.
 CLUSTER_ONLY = "submit_slurm("
 SECONDS = 120
+#: Is enough: other tests run beside these.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def blocks(page: Path, *directives: str) -> list[str]:
@@ -50,21 +51,9 @@ def blocks(page: Path, *directives: str) -> list[str]:
     return found
 
 
-def environment() -> dict[str, str]:
-    """The package is found, and one thread is enough: other tests run beside these."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+def run(*words: str, folder: Path) -> Program:
+    """Runs Python to its end."""
+    return run_python(*words, folder=folder, seconds=SECONDS, **ONE_THREAD)
 
 
 # Snippets.
@@ -82,24 +71,24 @@ def program_of(page: Path) -> str:
 @pytest.mark.concurrent
 @pytest.mark.parametrize("page", [p for p in PAGES if program_of(p)], ids=lambda p: p.name)
 def test_snippets_run(page: Path, tmp_path: Path) -> None:
-    program = program_of(page)
+    text = program_of(page)
     script = tmp_path / "script.py"
-    script.write_text(program)
+    script.write_text(text)
     code, printed = run_script(script, timeout=SECONDS)
     assert code == 0, f"{page.name}\n{printed}"
-    if "run_distributed(" in program:
-        result = run([sys.executable, "script.py", "--nproc-per-node", "2"], tmp_path)
-        assert result.returncode == 0, f"{page.name} on 2 ranks\n{result.stdout}\n{result.stderr}"
+    if "run_distributed(" in text:
+        program = run("script.py", "--nproc-per-node", "2", folder=tmp_path)
+        assert program.code() == 0, f"{page.name} on 2 ranks\n{program.text()}"
 
 
 @pytest.mark.concurrent
 def test_both_first_commands_of_the_readme_train(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(program_of(ROOT / "README.rst"))
     for words in ([], ["--nproc-per-node", "2"]):
-        result = run([sys.executable, "script.py", *words], tmp_path)
-        assert result.returncode == 0, result.stderr
+        program = run("script.py", *words, folder=tmp_path)
+        assert program.code() == 0, program.text()
         for epoch in range(3):
-            assert f"{epoch}/3(t): 100%" in result.stderr
+            assert f"{epoch}/3(t): 100%" in "".join(program.errors)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -214,29 +203,24 @@ def test_commands_start_their_ranks(command: str, tmp_path: Path) -> None:
     each = int(next(iter(re.findall(r"--nproc-per-node (\d+)", command)), 1))
     if nodes > 1:
         command += f" --port {free_port()}"
-    program = {
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    }
-    processes = []
-    for node in range(nodes):
-        first, *rest = command.format(rank=node).split()
-        processes.append(
-            subprocess.Popen(
-                [*program[first], *rest],
-                cwd=tmp_path,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+    words = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    with contextlib.ExitStack() as stack:
+        programs = []
+        for node in range(nodes):
+            first, *rest = command.format(rank=node).split()
+            program = Program(
+                *(sys.executable, *words[first], *rest),
+                raw=True,
+                folder=tmp_path,
+                environment=ONE_THREAD,
             )
-        )
-    ended = [process.communicate(timeout=SECONDS) for process in processes]
-    output = "".join(out for out, _ in ended)
+            programs.append(stack.enter_context(program))
+        codes = [program.code(SECONDS) for program in programs]
     if "--nproc-per-node gpu" in command and not torch.cuda.is_available():
-        assert "no GPU is visible" in ended[0][1]
+        assert "no GPU is visible" in programs[0].text()
         return
-    assert [p.returncode for p in processes] == [0] * nodes, "".join(err for _, err in ended)
+    assert codes == [0] * nodes, "".join(program.text() for program in programs)
+    output = "".join(line for program in programs for line in program.output)
     started = sorted(re.findall(r"\((\d+), (\d+)\)", output))
     assert started == [(str(rank), str(nodes * each)) for rank in range(nodes * each)]
 
@@ -255,7 +239,7 @@ def test_every_flag_has_a_row() -> None:
 def test_api_page_has_exactly_the_public_names() -> None:
     page = (ROOT / "docs/api.rst").read_text()
     documented = re.findall(
-        r"^\.\. auto(?:function|class|exception|data):: (\w+)", page, re.MULTILINE
+        r"^\.\. (?:auto(?:function|class|exception)|data):: (\w+)", page, re.MULTILINE
     )
     assert sorted(documented) == sorted(torchbearer_ddp.__all__)
 

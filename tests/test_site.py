@@ -41,6 +41,11 @@ OVERFLOW = """(() => {
   return past.slice(0, 5).map(each => each.outerHTML.slice(0, 120));
 })()"""
 
+#: Code and tables that a reader has to scroll from side to side.
+SCROLLED = """[...document.querySelectorAll("pre, .table-wrapper")].filter(
+  each => each.scrollWidth > each.clientWidth + 1
+).map(each => each.textContent.trim().slice(0, 80))"""
+
 #: Whether the list of the page's sections is there and can be seen.
 SECTIONS = """(() => {
   const list = document.querySelector(".toc-drawer .toc-tree");
@@ -87,10 +92,11 @@ def pages(browser: Browser, address: str) -> dict[str, Any]:
         browser.resize(WIDTHS[0])
         browser.open(f"{address}{name}.html")
         page = browser.evaluate(CONTENTS)
-        page["overflow"], page["sections"] = {}, {}
+        page["overflow"], page["scrolled"], page["sections"] = {}, {}, {}
         for width in WIDTHS:
             browser.resize(width)
             page["overflow"][width] = browser.evaluate(OVERFLOW)
+            page["scrolled"][width] = browser.evaluate(SCROLLED)
             page["sections"][width] = browser.evaluate(SECTIONS)
         page["errors"] = list(browser.errors)
         found[name] = page
@@ -136,6 +142,12 @@ def test_nothing_overflows(pages: dict[str, Any], width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
+def test_code_and_tables_fit_beside_the_contents(pages: dict[str, Any], width: int) -> None:
+    wide = {name: page["scrolled"][width] for name, page in pages.items()}
+    assert {name: each for name, each in wide.items() if each} == {}
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
 def test_the_sections_of_a_page_are_listed_beside_it(pages: dict[str, Any], width: int) -> None:
     seen = {name: page["sections"][width] for name, page in pages.items()}
     assert [name for name, each in seen.items() if each is False] == []
@@ -170,7 +182,8 @@ def test_a_click_on_a_heading_sorts_its_table(browser: Browser, address: str) ->
 
 def test_mistakes_on_a_page_are_noticed(browser: Browser, tmp_path: Path) -> None:
     """The checks can fail: a page with one mistake of each kind."""
-    page = '<article><img src="none.png" alt="none.png"><p style="width:3000px">.</p></article>'
+    page = '<article><img src="none.png" alt="none.png"><p style="width:3000px">.</p>'
+    page += '<pre style="overflow:auto"><p style="width:3000px">.</p></pre></article>'
     (tmp_path / "index.html").write_text(f"{page}<script>undefined_name</script>")
     with served(tmp_path) as wrong:
         browser.resize(360)
@@ -178,5 +191,6 @@ def test_mistakes_on_a_page_are_noticed(browser: Browser, tmp_path: Path) -> Non
         found = browser.evaluate(CONTENTS)
         assert [each["drawn"] for each in found["pictures"]] == [False]
         assert len(browser.evaluate(OVERFLOW)) >= 2
+        assert browser.evaluate(SCROLLED) == ["."]
         assert any("undefined_name" in each for each in browser.errors)
         assert any("404" in each for each in browser.errors)
