@@ -30,7 +30,9 @@ napoleon_custom_sections = ["State Requirements"]
 napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 
 
 def repository_link(packaging):

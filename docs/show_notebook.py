@@ -19,7 +19,8 @@ class Notebook(SphinxDirective):
         for cell in json.loads(Path(path).read_text())["cells"]:
             text = "".join(cell["source"])
             if cell["cell_type"] == "code":
-                lines += [".. code-block:: python", "", *textwrap.indent(text, "    ").split("\n")]
+                block = textwrap.indent(f":class: wide\n\n{text}", "    ")
+                lines += [".. code-block:: python", *block.split("\n")]
             else:  # a heading is the page's own
                 lines += [
                     line.replace("`", "``") for line in text.split("\n") if not line.startswith("#")

@@ -57,7 +57,8 @@ def train():
     with torch.no_grad():
         found = generator(torch.randn(1000, 4, device=device())).mean(0).cpu()
     if is_rank_zero():
-        print(f"distance from the centre: {(found - CENTRE).norm():.3f}")
+        away = (found - CENTRE).norm()
+        print(f"the centre of the generated points is {away:.3f} away from that of the data")
 
 
 if __name__ == "__main__":
