@@ -13,6 +13,7 @@ from torchbearer.callbacks import Callback, on_end_epoch, on_step_training
 from tests.log_lines import LogLines
 from tests.ranks import ranks
 from torchbearer_ddp import Checkpoint, data_parallel
+from torchbearer_ddp.gradients import loss_verdicts
 from torchbearer_ddp.gradients.loss_verdicts import _differs
 from torchbearer_ddp.group import collectives
 
@@ -110,17 +111,56 @@ def test_a_mean_that_is_added_to_a_sum_is_noticed():
 def test_a_loss_that_becomes_another_kind_is_noticed(kinds):
     @ranks(2)
     def body():
-        criterion = nn.CrossEntropyLoss(reduction=kinds[0])
+        reduction = {"now": kinds[0]}
+
+        def criterion(y_pred, y_true):
+            return F.cross_entropy(y_pred, y_true, reduction=reduction["now"])
 
         @on_end_epoch
         def change(state):
-            criterion.reduction = kinds[1]
+            reduction["now"] = kinds[1]
 
         _, lines = trained(criterion, change, epochs=3)
         if collectives.rank() == 0:
             assert sum(TOLD.format(*reversed(kinds)) in each for each in lines) == 1
 
     body()
+
+
+@pytest.mark.parametrize("per", [on_step_training, on_end_epoch])
+@pytest.mark.parametrize("kinds", [("mean", "sum"), ("sum", "mean")])
+def test_a_reduction_that_changes_is_followed_at_once(kinds, per):
+    def program():
+        criterion = nn.CrossEntropyLoss(reduction=kinds[0])
+
+        @per
+        def change(state):
+            if state[torchbearer.EPOCH] == 1:
+                criterion.reduction = kinds[1]
+
+        return parameters(trained(criterion, change, epochs=4)[0])
+
+    expected = program()
+
+    @ranks(2)
+    def body():
+        torch.testing.assert_close(program(), expected, rtol=1e-5, atol=1e-7)
+
+    body()
+
+
+@ranks(2)
+def test_a_loss_of_torch_is_examined_once(monkeypatch):
+    seen = []
+    examine = loss_verdicts._examine
+    monkeypatch.setattr(loss_verdicts, "_examine", lambda *a: seen.append(1) or examine(*a))
+    for criterion in (nn.CrossEntropyLoss(), F.cross_entropy):
+        seen.clear()
+        trained(criterion, epochs=3)
+        assert len(seen) == 1
+    seen.clear()
+    trained(root, epochs=3)
+    assert len(seen) == (1 if collectives.rank() else 5)  # batches 0, 1, 3 and two more epochs
 
 
 @ranks(2)

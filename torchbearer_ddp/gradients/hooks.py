@@ -31,7 +31,7 @@ class Marks:
     """
 
     changed: set[int] = field(default_factory=set)
-    averaged: set[int] = field(default_factory=set)
+    averaged: frozenset[int] = frozenset()
     mixed: set[int] = field(default_factory=set)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Marks:
 
     def begin_step(self) -> None:
         """Begins a step, of which nothing is known yet."""
-        self.averaged.clear()
+        self.averaged = frozenset()
         self.before.clear()
 
     def note_before(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -63,7 +63,7 @@ class Marks:
         """Marks gradients as averaged."""
         self.changed -= identities
         self.mixed -= identities
-        self.averaged |= identities
+        self.averaged = self.averaged | identities if self.averaged else identities
         if self.kept:
             self.kept = {key: each for key, each in self.kept.items() if key not in identities}
 

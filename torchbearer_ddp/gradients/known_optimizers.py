@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,7 +19,7 @@ class KnownOptimizers:
     def __init__(self, found: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._known: dict[int, tuple[torch.optim.Optimizer, str, int]] = {}
         self._owner: dict[int, int] = {}
-        self._identities: dict[int, tuple[list[int], frozenset[int]]] = {}
+        self._identities: dict[int, tuple[list[torch.nn.Parameter], frozenset[int]]] = {}
         for number, (name, optimizer) in enumerate((found or {}).items()):
             self._known[id(optimizer)] = optimizer, name, number
             self.set_owner(number, trained.parameters_of(optimizer))
@@ -37,11 +38,12 @@ class KnownOptimizers:
 
     def identities(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """The identities of all that an optimizer trains; asked at every step."""
-        listed = list(map(id, trained.parameters_of(optimizer)))
-        known = self._identities.get(id(optimizer))
-        if known is None or known[0] != listed:
-            known = self._identities[id(optimizer)] = listed, frozenset(listed)
-        return known[1]
+        listed = trained.parameters_of(optimizer)
+        before, identities = self._identities.get(id(optimizer), ([], frozenset()))
+        if len(listed) != len(before) or not all(map(operator.is_, listed, before)):
+            identities = frozenset(map(id, listed))
+            self._identities[id(optimizer)] = listed, identities
+        return identities
 
     def name(self, number: int) -> str:
         """The name of an optimizer, for messages; another rank may know more of them."""

@@ -67,8 +67,8 @@ class LossVerdicts:
         """Forgets what was found: a run begins."""
         #: The kinds found so far, in the order of the backward passes of a step.
         self.kinds: list[str] = []
-        #: The criterion of each; a description for one that was found before a restart.
-        self._criteria: list[Any] = []
+        #: The criterion and reduction of each; a description if found before a restart.
+        self._criteria: list[tuple[Any, Any]] = []
         self._tries = 0
         self._seen = 0
         #: The epoch and batch of the last look, and the losses that were looked at there.
@@ -81,7 +81,7 @@ class LossVerdicts:
     def state_dict(self) -> list[list[str]]:
         """The kinds found so far, and a description of the criterion of each."""
         pairs = zip(self.kinds, self._criteria, strict=True)
-        return [[kind, _describe(criterion)] for kind, criterion in pairs]
+        return [[kind, _describe(criterion)] for kind, (criterion, _) in pairs]
 
     def load_state_dict(self, found: list[list[str]]) -> None:
         """Takes what was found before a restart."""
@@ -89,7 +89,7 @@ class LossVerdicts:
         for kind, _ in checked.items(checked.items(checked.text(), 2))(found, where):
             checked.one_of(*KINDS)(kind, where)
         self.kinds = [kind for kind, _ in found]
-        self._criteria = [description for _, description in found]
+        self._criteria = [(description, None) for _, description in found]
 
     def kind(self, number: int = 0) -> str | None:
         """The kind of one loss of a step; None as long as it is not known."""
@@ -136,10 +136,9 @@ class LossVerdicts:
         loss, criterion = state.get(torchbearer.LOSS), state.get(torchbearer.CRITERION)
         is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
         self._seen = id(loss)
-        is_due = self._is_due(state, number)
         if self._is_known(number, criterion):
             # Without an exchange: rank zero tells, and nothing changes.
-            if is_due and is_new and number not in self._doubted and collectives.is_rank_zero():
+            if is_new and self._is_due(state, number) and collectives.is_rank_zero():
                 self._compare(number, _examine(criterion, state))
             return
         mine = (
@@ -160,7 +159,7 @@ class LossVerdicts:
         late = self._tries > 1 and agreed.kind == "sum"
         self._tries = 0
         self.kinds[number:] = [agreed.kind]
-        self._criteria[number:] = [criterion]
+        self._criteria[number:] = [(criterion, getattr(criterion, "reduction", None))]
         if late:
             announce("the gradients of the steps before were averaged, not added: " + _PAGE)
         if line := _LINES.get(agreed.kind):
@@ -169,7 +168,7 @@ class LossVerdicts:
     def _compare(self, number: int, later: Verdict) -> None:
         """Tells if a later batch shows another kind of loss than the one that the run goes by."""
         known = self.kinds[number]
-        if _differs(known, later.kind, self._criteria[number]):
+        if _differs(known, later.kind, self._criteria[number][0]):
             self._doubted.add(number)
             announce(_CHANGED.format(known=known, later=later.kind))
 
@@ -177,24 +176,31 @@ class LossVerdicts:
         """True at the first step of an epoch, and in the first epoch at steps 1, 2, 4, 8 and so on.
 
         The first batch may not show it: a term has a weight of 0 that grows, a mask keeps as much
-        of each part, or all samples have the same loss because the last layer is all zeros.
+        of each part, or all samples have the same loss because the last layer is all zeros. A loss
+        of torch is what it is.
         """
-        place = epoch, batch = state.get(torchbearer.EPOCH) or 0, state.get(torchbearer.BATCH) or 0
-        if place != self._place:
-            self._place = place
+        batch = state.get(torchbearer.BATCH) or 0
+        if batch & (batch + 1) or number in self._doubted:
+            return False
+        epoch = state.get(torchbearer.EPOCH) or 0
+        if (batch and epoch) or _is_of_torch(self._criteria[number][0]):
+            return False
+        if (epoch, batch) != self._place:
+            self._place = epoch, batch
             self._looked.clear()
         is_first = number not in self._looked  # LBFGS calls its closure several times
         self._looked.add(number)
-        return is_first and (batch == 0 or (epoch == 0 and batch & (batch + 1) == 0))
+        return is_first
 
     def _is_known(self, number: int, criterion: Any) -> bool:
-        """True if the loss of a backward pass was found; a Trial may change its criterion."""
+        """True if the loss of a backward pass was found; it may have changed since."""
         if number >= len(self.kinds):
             return False
-        known = self._criteria[number]
+        known, before = self._criteria[number]
+        reduction = getattr(criterion, "reduction", None)
         if isinstance(known, str) and known == _describe(criterion):  # after a restart
-            known = self._criteria[number] = criterion
-        return known is criterion
+            known, before = self._criteria[number] = criterion, reduction
+        return known is criterion and before == reduction
 
 
 def _differs(known: str, later: str, criterion: Any) -> bool:
@@ -205,6 +211,13 @@ def _differs(known: str, later: str, criterion: Any) -> bool:
         return False
     # Ignored targets of a later batch do not count as samples anyway.
     return not (isinstance(criterion, CLASS_LOSSES) and (known, later) == ("mean", "weighted"))
+
+
+def _is_of_torch(criterion: Any) -> bool:
+    """True for a loss of torch itself, whose kind depends on its settings alone."""
+    if isinstance(criterion, torch.nn.Module):
+        return type(criterion).__module__ == torch.nn.MSELoss.__module__
+    return getattr(criterion, "__module__", None) == torch.nn.functional.__name__
 
 
 def _describe(criterion: Any) -> str:

@@ -22,7 +22,7 @@ from torchbearer_ddp.gradients.weights import Average, Weights, counts_nothing
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
 
-_is_sparse = operator.attrgetter("is_sparse")
+_is_sparse, _dtype = operator.attrgetter("is_sparse"), operator.attrgetter("dtype")
 
 
 class Reducer:
@@ -62,6 +62,7 @@ class Reducer:
         self._transport, self.choice = choose(group, options.transport, self._buckets, compression)
         self._tensors = self._transport.tensors
         placed = layout.place(self._buckets, self._tensors, dense)
+        self._placed = list(placed.values())
         self._views = [placed.get(index) for index in range(len(trained))]
         self._header = Header(self._tensors[-1][-header:], member.rank, member.world_size)
         self._identities = {
@@ -118,14 +119,17 @@ class Reducer:
         return self._current_kinds() != self._kinds
 
     def _current_kinds(self) -> tuple[list[torch.dtype], list[int]]:
-        dtypes = [parameter.dtype for parameter in self._parameters]
-        return dtypes, [view.data_ptr() for view in self._views if view is not None]
+        # At every step, so without Python's own loops.
+        places = list(map(torch.Tensor.data_ptr, self._placed))
+        return list(map(_dtype, self._parameters)), places
 
     def has_new_gradient(self, identities: set[int] | frozenset[int]) -> bool:
         """True if any of these parameters has a gradient that was not averaged."""
         marks = self._marks
+        if marks.averaged is self._every_identity and not marks.changed:
+            return False  # as after most exchanges
         if identities <= marks.averaged and identities.isdisjoint(marks.changed):
-            return False  # as after every exchange
+            return False
         return any(
             id(parameter) in identities and marks.needs_average(parameter, view)
             for parameter, view in zip(self._parameters, self._views, strict=True)
@@ -331,11 +335,9 @@ class Reducer:
                     tensor[: bucket.numel].mul_(correction)
         # Where every parameter has a new gradient on this rank, the marks need not be read.
         marks = exchange.used if exchange.is_full else summary.used
-        for index in exchange.indices:
-            parameter, view = self._parameters[index], self._views[index]
-            gradient = view if marks[index] else exchange.kept.get(index)
-            if parameter.grad is not gradient and (view is not None or not marks[index]):
-                parameter.grad = gradient
+        in_place = bool(exchange.usual) and not exchange.kept
+        if not in_place or not all(map(operator.is_, exchange.usual, self._views)):
+            self._point_to_views(exchange, marks)
         if self._sparse and (
             sparse_used := [self._parameters[i] for i in self._sparse if marks[i]]
         ):
@@ -348,3 +350,11 @@ class Reducer:
                 frozenset(id(self._parameters[i]) for i in exchange.indices if marks[i])
             )
         self._step += 1
+
+    def _point_to_views(self, exchange: Exchange, marks: Sequence[bool]) -> None:
+        """Makes the averages the gradients; where no rank has a new one, puts the old one back."""
+        for index in exchange.indices:
+            parameter, view = self._parameters[index], self._views[index]
+            gradient = view if marks[index] else exchange.kept.get(index)
+            if parameter.grad is not gradient and (view is not None or not marks[index]):
+                parameter.grad = gradient

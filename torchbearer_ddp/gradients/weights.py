@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import numpy
 
 
+#: Whole numbers below this are the same in single precision.
+_EXACT_UP_TO = 2**24
+
+
 class Average(enum.Enum):
     """What the ranks' gradients become together."""
 
@@ -79,4 +83,5 @@ def counts_nothing(average: Average, weight: float) -> bool:
 
 def as_sent(weight: float) -> float:
     """A weight as the header carries it, in single precision: this rank must use the same."""
-    return float(numpy.float32(weight))
+    is_exact = weight.is_integer() and 0 <= weight < _EXACT_UP_TO
+    return weight if is_exact else float(numpy.float32(weight))
