@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy
 
-
 #: Whole numbers below this are the same in single precision.
 _EXACT_UP_TO = 2**24
 
