@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +57,7 @@ class Reducer:
         header = Header.size(member.world_size, len(trained))
         self._buckets = layout.plan(dense, self._groups, options.bucket_bytes, header)
         compression = Compression.of(options.compress)
-        self._memory = compression.memory
+        self._memory = compression.memory if options.is_lossy else None
         self._transport, self.choice = choose(group, options.transport, self._buckets, compression)
         self._tensors = self._transport.tensors
         placed = layout.place(self._buckets, self._tensors, dense)
@@ -210,9 +209,10 @@ class Reducer:
         usual = only is None and len(self._identities) == 1 and not marks.mixed
         if usual and self._every_identity <= marks.changed:
             gradients: list[Any] = [parameter.grad for parameter in self._parameters]
-            with contextlib.suppress(AttributeError):  # one is None
-                if not any(map(_is_sparse, gradients)):
-                    return gradients
+            try:
+                return [] if any(map(_is_sparse, gradients)) else gradients
+            except AttributeError:  # one is None
+                return []
         return []
 
     def _find_new(self, report: RankReport, only: frozenset[int] | None) -> list[bool]:
@@ -266,7 +266,9 @@ class Reducer:
 
     def _begin_memory(self, average: Average, weight: float) -> None:
         """Tells what compression remembers how much of a regular step this rank sends."""
-        self._memory.begin_exchange(self.weights.part(average, weight, known=self._header_first))
+        if self._memory is not None:
+            part = self.weights.part(average, weight, known=self._header_first)
+            self._memory.begin_exchange(part)
 
     def _exchange(self, exchange: Exchange, sent: int = 0) -> StepSummary:
         report = exchange.report
@@ -326,7 +328,7 @@ class Reducer:
         correction = 1.0
         if not self._header_first:
             correction = self.weights.correction(exchange.average, summary.weights)
-        if not summary.failed:
+        if self._memory is not None and not summary.failed:
             self._transport.commit()
             self._memory.settle(correction)
         if correction != 1.0:
