@@ -44,21 +44,22 @@ def test_every_rank_reads_what_every_rank_wrote(dtype):
         assert summary.again
         assert summary.wishes == 2**19 + 5
         assert summary.used == [True, True, False]
-        assert summary.in_step(5)
+        assert "backward pass of rank 1 failed" in summary.problem(5)
 
 
 def test_ranks_out_of_step_all_see_it_even_where_the_mean_fits():
     summaries = exchanged([RankReport(1), RankReport(2), RankReport(3)], [[True]] * 3)
-    assert [summary.in_step(step) for summary, step in zip(summaries, (1, 2, 3), strict=True)] == [
-        False
-    ] * 3
+    assert [
+        summary.problem(step) is None for summary, step in zip(summaries, (1, 2, 3), strict=True)
+    ] == [False] * 3
     assert list(summaries[0].steps) == [1, 2, 3]
 
 
 def test_a_step_number_stays_exact_for_ever():
     for step in (2**22 - 1, 2**22, 2**30 + 3):
         assert all(
-            summary.in_step(step) for summary in exchanged([RankReport(step)] * 2, [[True]] * 2)
+            summary.problem(step) is None
+            for summary in exchanged([RankReport(step)] * 2, [[True]] * 2)
         )
         apart = exchanged([RankReport(step), RankReport(step + 1)], [[True]] * 2)
-        assert not apart[0].in_step(step)
+        assert apart[0].problem(step) is not None

@@ -126,9 +126,21 @@ class StepSummary:
         """The longest any rank took since the last exchange, in seconds."""
         return max(self.times)
 
-    def in_step(self, step: int) -> bool:
-        """True if every rank is at this step."""
-        return self.steps.count(step % MODULUS) == len(self.steps)
+    def problem(self, step: int) -> str | None:
+        """Why the ranks cannot go on together from this step, as sentences."""
+        if self.steps.count(step % MODULUS) != len(self.steps):
+            steps = "; ".join(f"rank {rank} at {at:.0f}" for rank, at in enumerate(self.steps))
+            return (
+                f"The ranks exchanged gradients of different steps: {steps}. Every rank must run "
+                "the same number of backward passes: look for a step that only some ranks take."
+            )
+        if self.failed and len(self.failed) < len(self.steps):
+            return (
+                f"The backward pass of rank {', '.join(map(str, self.failed))} failed and its "
+                "batch was skipped, but the other ranks went on with theirs. Skip a batch on "
+                "every rank, or let the exception end the run."
+            )
+        return None
 
     @property
     def used(self) -> list[bool]:

@@ -307,20 +307,7 @@ class Reducer:
             self._transport.finish(index, wait)
 
     def _check(self, summary: StepSummary) -> None:
-        problem = None
-        if not summary.in_step(self._step):
-            steps = "; ".join(f"rank {r} at {step:.0f}" for r, step in enumerate(summary.steps))
-            problem = (
-                f"The ranks exchanged gradients of different steps: {steps}. Every rank must run "
-                "the same number of backward passes: look for a step that only some ranks take."
-            )
-        elif summary.failed and len(summary.failed) < self._group.member.world_size:
-            problem = (
-                f"The backward pass of rank {', '.join(map(str, summary.failed))} failed and its "
-                "batch was skipped, but the other ranks went on with theirs. Skip a batch on "
-                "every rank, or let the exception end the run."
-            )
-        if problem:
+        if problem := summary.problem(self._step):
             self._group.broken = True
             raise DesyncError(problem)
 
