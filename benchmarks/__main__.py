@@ -150,13 +150,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--keep", action="store_true", help="parts of an earlier run stay")
     options = parser.parse_args()
-    found = measure(options.only, options.quick, options.rounds, options.seconds)
-    print(report.text(found))
     options.out.mkdir(parents=True, exist_ok=True)
     stored = options.out / "results.json"
-    if options.keep and stored.exists():
-        found = {**json.loads(stored.read_text()), **found}
-    stored.write_text(json.dumps(found, indent=1) + "\n")
+    found = json.loads(stored.read_text()) if options.keep and stored.exists() else {}
+    for part in options.only:
+        new = measure([part], options.quick, options.rounds, options.seconds)
+        print(report.text(new), flush=True)
+        found |= new
+        stored.write_text(json.dumps(found, indent=1) + "\n")  # it takes hours, and may be ended
     (options.out / "figures.rst").write_text(page.text(found))
     if "many ranks" in found:
         (options.out / "many_ranks.rst").write_text(formulas.text(found["many ranks"]))
