@@ -150,6 +150,18 @@ def test_a_reduction_that_changes_is_followed_at_once(kinds, per):
 
 
 @ranks(2)
+def test_an_attribute_of_that_name_may_be_anything():
+    class Own(nn.CrossEntropyLoss):
+        def forward(self, y_pred, y_true):
+            return F.cross_entropy(y_pred, y_true)
+
+    criterion = Own()
+    criterion.reduction = torch.zeros(3)
+    _, lines = trained(criterion, epochs=2)
+    assert not any("loss" in each for each in lines)
+
+
+@ranks(2)
 def test_a_loss_of_torch_is_examined_once(monkeypatch):
     seen = []
     examine = loss_verdicts._examine

@@ -68,7 +68,7 @@ class LossVerdicts:
         #: The kinds found so far, in the order of the backward passes of a step.
         self.kinds: list[str] = []
         #: The criterion and reduction of each; a description if found before a restart.
-        self._criteria: list[tuple[Any, Any]] = []
+        self._criteria: list[tuple[Any, str | None]] = []
         self._tries = 0
         self._seen = 0
         #: The epoch and batch of the last look, and the losses that were looked at there.
@@ -159,7 +159,7 @@ class LossVerdicts:
         late = self._tries > 1 and agreed.kind == "sum"
         self._tries = 0
         self.kinds[number:] = [agreed.kind]
-        self._criteria[number:] = [(criterion, getattr(criterion, "reduction", None))]
+        self._criteria[number:] = [(criterion, _reduction(criterion))]
         if late:
             announce("the gradients of the steps before were averaged, not added: " + _PAGE)
         if line := _LINES.get(agreed.kind):
@@ -197,7 +197,7 @@ class LossVerdicts:
         if number >= len(self.kinds):
             return False
         known, before = self._criteria[number]
-        reduction = getattr(criterion, "reduction", None)
+        reduction = _reduction(criterion)
         if isinstance(known, str) and known == _describe(criterion):  # after a restart
             known, before = self._criteria[number] = criterion, reduction
         return known is criterion and before == reduction
@@ -211,6 +211,12 @@ def _differs(known: str, later: str, criterion: Any) -> bool:
         return False
     # Ignored targets of a later batch do not count as samples anyway.
     return not (isinstance(criterion, CLASS_LOSSES) and (known, later) == ("mean", "weighted"))
+
+
+def _reduction(criterion: Any) -> str | None:
+    """The name of what a criterion does with its samples, as torch's losses have it."""
+    found = getattr(criterion, "reduction", None)
+    return found if isinstance(found, str) else None
 
 
 def _is_of_torch(criterion: Any) -> bool:
