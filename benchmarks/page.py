@@ -81,7 +81,8 @@ def _my_model(found: dict[str, Any]) -> Iterator[str]:
             yield _heading(f"{title}, on one host", "~")
             if place == "Trial":
                 yield _MODELS
-            yield _models([table for table in found["one host"] if table["in a"] == place])
+            tables = [table for table in found["one host"] if table["in a"] == place]
+            yield _models(sorted(tables, key=lambda table: table["ranks"]))
     if "traffic" in found:
         yield _heading("What copies and sums take", "~")
         yield from traffic.sentences(found["traffic"])

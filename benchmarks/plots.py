@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+#: The numbers of ranks that have a bar; the tables have more.
+_DRAWN = (2, 4)
 WIDTH = 760
 #: Colours of both kinds of page: letters, fainter letters, lines, background, ours and DDP's.
 THEMES = {
@@ -41,7 +43,8 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
 
 def _speedups(found: dict[str, Any], suffix: str) -> str:
     """Bars: how many of our steps fit into the time of one with DDP."""
-    trials = [table for table in found["one host"] if table["in a"] == "Trial"]
+    in_a_trial = [table for table in found["one host"] if table["in a"] == "Trial"]
+    trials = [table for table in in_a_trial if table["ranks"] in _DRAWN]
     worlds = sorted({table["ranks"] for table in trials})
     rows: Rows = [
         (
