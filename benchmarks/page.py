@@ -136,7 +136,7 @@ def _my_launch(found: dict[str, Any]) -> Iterator[str]:
         yield _heading("Beside other libraries", "~")
         yield _PEERS
         yield _picture("peers", _PEERS_PICTURE)
-        yield _peers(found["peers"])
+        yield from _peers(found["peers"])
     if "single process" in found:
         yield _heading("One process", "~")
         ratio = found["single process"]["ratio"]
@@ -147,14 +147,18 @@ def _my_launch(found: dict[str, Any]) -> Iterator[str]:
         yield _promises(found)
 
 
-def _peers(tables: list[dict[str, Any]]) -> str:
-    rows = []
+def _peers(tables: list[dict[str, Any]]) -> Iterator[str]:
+    """Two tables, since one of all columns would not fit the page: times, and what else it took."""
+    times, others = [], []
     for table in tables:
         for way, each in table["results"].items():
             ratio = f"**{table['ratios'][way]:.2f}**" if way in table["ratios"] else ""
-            rows.append([way, table["processes"], *peers.cells(each), ratio])
+            cells = peers.cells(each)
+            times.append([way, table["processes"], *cells[:3], ratio])
+            others.append([way, table["processes"], *cells[3:]])
     titles = [title for title, _, _ in peers.COLUMNS.values()]
-    return _table(["Way", "Processes", *titles, "This / ours"], rows)
+    yield _table(["Way", "Processes", *titles[:3], "This / ours"], times)
+    yield _table(["Way", "Processes", *titles[3:]], others)
 
 
 def _links(tables: list[dict[str, Any]]) -> str:
