@@ -61,9 +61,9 @@ def test_peers_are_shown_with_every_column() -> None:
     }
     machine = {"cores": 2, "processor": "x", "python": "3", "torch": "2"}
     found = {"machine": machine, "peers": [table]}
-    assert '"Lightning", "2", "12.0", "3.0", "12.0", "400", "6.0", "95.3", "**1.50**"' in page.text(
-        found
-    )
+    shown = page.text(found)
+    assert '"Lightning", "2", "12.0", "3.0", "12.0", "**1.50**"' in shown
+    assert '"Lightning", "2", "400", "6.0", "95.3"' in shown
     assert "1.50" in peers.text([table])
     drawn = plots.pictures(found)
     assert drawn.keys() == {"peers.svg", "peers-dark.svg"}
