@@ -150,6 +150,7 @@ class LossVerdicts:
         agreed = combine([Verdict(*each) for each in everyone])
         self._tries += 1
         if agreed.later and self._tries < _TRIES:
+            del self.kinds[number:], self._criteria[number:]  # what was known of another loss
             if self._tries == 1:
                 announce(
                     f"it cannot be told yet whether the loss is a mean or a sum ({agreed.reason}); "
