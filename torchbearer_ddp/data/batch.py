@@ -19,9 +19,11 @@ def batch_size(state: Any) -> int:
 
 def first_tensor(value: Any) -> torch.Tensor | None:
     """The first tensor in nested lists, tuples and dicts: the first item of each is followed."""
-    while isinstance(value, list | tuple | dict) and value:
+    while not torch.is_tensor(value):  # asked first, since at every step it is the usual case
+        if not isinstance(value, list | tuple | dict) or not value:
+            return None
         value = next(iter(value.values())) if isinstance(value, dict) else value[0]
-    return value if torch.is_tensor(value) else None
+    return value
 
 
 def select(value: Any, index: torch.Tensor, dimensions: Mapping[int, int]) -> Any:

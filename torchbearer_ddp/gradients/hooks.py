@@ -159,6 +159,11 @@ class ChangedGradients(GradientHooks):
     #: Called while armed with the index of a parameter and the parameter, if it is there.
     _appeared: Callable[[int, torch.Tensor], None] | None = None
 
+    @property
+    def act(self) -> bool:
+        """True if they do more with a gradient than to mark it."""
+        return self._appeared is not None
+
 
 class EarlySends(ChangedGradients):
     """Sends each bucket as soon as its gradients are complete.

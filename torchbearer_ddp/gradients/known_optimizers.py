@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from torchbearer_ddp.group import trained
+
+_NOTHING: tuple[list[torch.nn.Parameter], list[int], frozenset[int]] = ([], [], frozenset())
 
 
 class KnownOptimizers:
@@ -19,7 +20,9 @@ class KnownOptimizers:
     def __init__(self, found: Mapping[str, torch.optim.Optimizer] | None = None) -> None:
         self._known: dict[int, tuple[torch.optim.Optimizer, str, int]] = {}
         self._owner: dict[int, int] = {}
-        self._identities: dict[int, tuple[list[torch.nn.Parameter], frozenset[int]]] = {}
+        #: By optimizer what it trained when it was last asked: the parameters, and their identities
+        #: in their order and as a set.
+        self._identities: dict[int, tuple[list[torch.nn.Parameter], list[int], frozenset[int]]] = {}
         for number, (name, optimizer) in enumerate((found or {}).items()):
             self._known[id(optimizer)] = optimizer, name, number
             self.set_owner(number, trained.parameters_of(optimizer))
@@ -38,11 +41,11 @@ class KnownOptimizers:
 
     def identities(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """The identities of all that an optimizer trains; asked at every step."""
-        listed = trained.parameters_of(optimizer)
-        before, identities = self._identities.get(id(optimizer), ([], frozenset()))
-        if len(listed) != len(before) or not all(map(operator.is_, listed, before)):
-            identities = frozenset(map(id, listed))
-            self._identities[id(optimizer)] = listed, identities
+        listed = [id(each) for group in optimizer.param_groups for each in group["params"]]
+        _, before, identities = self._identities.get(id(optimizer), _NOTHING)
+        if listed != before:
+            identities = frozenset(listed)
+            self._identities[id(optimizer)] = trained.parameters_of(optimizer), listed, identities
         return identities
 
     def name(self, number: int) -> str:

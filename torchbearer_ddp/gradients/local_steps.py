@@ -123,7 +123,8 @@ class LocalExchange(StepExchange):
         """Notes what an optimizer is about to change."""
         if not self._is_in_charge:
             return result
-        result = self._end_closure(optimizer, result)
+        if optimizer is self._state[torchbearer.OPTIMIZER]:
+            result = self._end_closure(optimizer, result)
         changed = (p for p in trained.parameters_of(optimizer) if p.grad is not None)
         self._replicas.changed.update(map(id, changed))
         return result

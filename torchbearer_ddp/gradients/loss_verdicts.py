@@ -134,11 +134,14 @@ class LossVerdicts:
         if self._chosen is not None:
             return
         loss, criterion = state.get(torchbearer.LOSS), state.get(torchbearer.CRITERION)
-        is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != self._seen
-        self._seen = id(loss)
-        if self._is_known(number, criterion):
+        seen, self._seen = self._seen, id(loss)
+        known = self._is_known(number, criterion)
+        if known and not self._is_due(state, number):  # as at nearly every step
+            return
+        is_new = torch.is_tensor(loss) and loss.requires_grad and id(loss) != seen
+        if known:
             # Without an exchange: rank zero tells, and nothing changes.
-            if is_new and self._is_due(state, number) and collectives.is_rank_zero():
+            if is_new and collectives.is_rank_zero() and self._is_first_look(state, number):
                 self._compare(number, _examine(criterion, state))
             return
         mine = (
@@ -184,12 +187,15 @@ class LossVerdicts:
         if batch & (batch + 1) or number in self._doubted:
             return False
         epoch = state.get(torchbearer.EPOCH) or 0
-        if (batch and epoch) or _is_of_torch(self._criteria[number][0]):
-            return False
-        if (epoch, batch) != self._place:
-            self._place = epoch, batch
+        return not (batch and epoch) and not _is_of_torch(self._criteria[number][0])
+
+    def _is_first_look(self, state: Any, number: int) -> bool:
+        """True once for each loss of a step: LBFGS calls its closure several times."""
+        place = state.get(torchbearer.EPOCH) or 0, state.get(torchbearer.BATCH) or 0
+        if place != self._place:
+            self._place = place
             self._looked.clear()
-        is_first = number not in self._looked  # LBFGS calls its closure several times
+        is_first = number not in self._looked
         self._looked.add(number)
         return is_first
 

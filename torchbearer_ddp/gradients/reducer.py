@@ -158,8 +158,9 @@ class Reducer:
             if not self._begun:
                 self._begin_memory(average, weight)
             self._begun = True
-        factor, empty = self.weights.of(average, weight), counts_nothing(average, weight)
-        self._hooks.arm(lambda index: self._start(index, factor, empty))
+        if self._hooks.act:
+            factor, empty = self.weights.of(average, weight), counts_nothing(average, weight)
+            self._hooks.arm(lambda index: self._start(index, factor, empty))
 
     def reduce(
         self,

@@ -161,11 +161,12 @@ class StepExchange:
         """Averages what an optimizer is about to use and no hook has averaged yet."""
         if not self._is_in_charge:
             return result
-        result = self._end_closure(optimizer, result)
-        if self.group is None:
-            return result
         state = self._state
         is_main = optimizer is state[torchbearer.OPTIMIZER]
+        if is_main:
+            result = self._end_closure(optimizer, result)
+        if self.group is None:
+            return result
         if self.averager.needs_average(optimizer, is_main=is_main):
             if is_main:
                 number = max(0, self.step.backwards - 1)
@@ -186,8 +187,7 @@ class StepExchange:
     def _end_closure(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Ends the backward pass of a closure that has not called on_backward, or made none."""
         state = self._state
-        is_main = optimizer is state[torchbearer.OPTIMIZER]
-        if self.step.backwards or not is_main or not optimizer.param_groups:
+        if self.step.backwards or not optimizer.param_groups:
             return result
         if not self._has_gradient(optimizer):  # it has skipped this batch
             self.losses.find(state, 0)
@@ -197,7 +197,7 @@ class StepExchange:
     @property
     def _is_in_charge(self) -> bool:
         """True during a run of this Trial, but not while another one runs inside of it."""
-        return self._state is not None and _running[-1:] == [self]
+        return self._state is not None and bool(_running) and _running[-1] is self
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if the batch has made gradients of what an optimizer trains."""
