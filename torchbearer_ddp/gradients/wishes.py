@@ -25,4 +25,6 @@ class Wishes:
 
     def bits(self) -> int:
         """This rank's answers now."""
+        if not self._polls:  # as in most runs, at every step
+            return 0
         return sum(1 << number for number, poll in enumerate(self._polls) if poll())
