@@ -187,7 +187,7 @@ class SyncGradients(OrderedCallback):
             if stop_request.requested():
                 state[torchbearer.STOP_TRAINING] = True
             return
-        exchange.asks_to_stop |= (asks := bool(state[torchbearer.STOP_TRAINING]))
+        exchange.asks_to_stop |= (asks := bool(state.get(torchbearer.STOP_TRAINING)))
         exchange.after_step(state)
         stops = exchange.step.agreed.stop
         if asks != stops:
@@ -195,7 +195,8 @@ class SyncGradients(OrderedCallback):
             state[torchbearer.STOP_TRAINING] = stops
         self._note_signal()
         # Before the first batch comes what is done between two epochs.
-        if exchange.group.member.rank == 0 and state[torchbearer.BATCH] and (times := self.times):
+        is_later = exchange.group.member.rank == 0 and state.get(torchbearer.BATCH)
+        if is_later and (times := self.times):
             sentence = self._stragglers.add(times, debug.last_step)
             if sentence is not None:
                 announce(sentence)

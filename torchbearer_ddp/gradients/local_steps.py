@@ -123,7 +123,7 @@ class LocalExchange(StepExchange):
         """Notes what an optimizer is about to change."""
         if not self._is_in_charge:
             return result
-        if optimizer is self._state[torchbearer.OPTIMIZER]:
+        if optimizer is self._state.get(torchbearer.OPTIMIZER) and not self.step.backwards:
             result = self._end_closure(optimizer, result)
         changed = (p for p in trained.parameters_of(optimizer) if p.grad is not None)
         self._replicas.changed.update(map(id, changed))

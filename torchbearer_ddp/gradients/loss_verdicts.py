@@ -205,9 +205,12 @@ class LossVerdicts:
             return False
         known, before = self._criteria[number]
         reduction = _reduction(criterion)
+        if known is criterion:  # as at nearly every step
+            return before == reduction
         if isinstance(known, str) and known == _describe(criterion):  # after a restart
-            known, before = self._criteria[number] = criterion, reduction
-        return known is criterion and before == reduction
+            self._criteria[number] = criterion, reduction
+            return True
+        return False
 
 
 def _differs(known: str, later: str, criterion: Any) -> bool:

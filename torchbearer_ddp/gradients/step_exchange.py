@@ -154,7 +154,7 @@ class StepExchange:
 
     def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may call its closure more than once for one batch."""
-        if self._is_in_charge and optimizer is self._state[torchbearer.OPTIMIZER]:
+        if self._is_in_charge and optimizer is self._state.get(torchbearer.OPTIMIZER):
             self.step.backwards = 0
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
@@ -162,8 +162,8 @@ class StepExchange:
         if not self._is_in_charge:
             return result
         state = self._state
-        is_main = optimizer is state[torchbearer.OPTIMIZER]
-        if is_main:
+        is_main = optimizer is state.get(torchbearer.OPTIMIZER)
+        if is_main and not self.step.backwards:
             result = self._end_closure(optimizer, result)
         if self.group is None:
             return result
@@ -176,7 +176,7 @@ class StepExchange:
                 average, weight = self.losses.of_another_optimizer(state, name)
             result = self._exchange(state, average, weight, result, optimizer)
         self.averager.check_mixed(optimizer)
-        if closure_decides(optimizer) and result is not None:
+        if result is not None and closure_decides(optimizer):
             own, agreed = self._shared_loss
             if result is own:
                 return agreed
@@ -187,7 +187,7 @@ class StepExchange:
     def _end_closure(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Ends the backward pass of a closure that has not called on_backward, or made none."""
         state = self._state
-        if self.step.backwards or not optimizer.param_groups:
+        if not optimizer.param_groups:
             return result
         if not self._has_gradient(optimizer):  # it has skipped this batch
             self.losses.find(state, 0)
@@ -228,7 +228,8 @@ class StepExchange:
             self.step.agreed = report
             return loss
         # Every rank must come to the same decision on how often to call the closure.
-        decides = closure_decides(optimizer or state[torchbearer.OPTIMIZER]) and loss is not None
+        stepping = optimizer or state.get(torchbearer.OPTIMIZER)
+        decides = loss is not None and closure_decides(stepping)
         if decides:
             report.loss = _number(loss)
         summary = self.step.agreed = self.averager.reduce(group, report, average, optimizer)
