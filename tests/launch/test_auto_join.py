@@ -109,3 +109,42 @@ def test_a_group_of_the_users_own_reports_errors_too():
         assert [p.code(20) for p in (zero, one)] == [1, 1], zero.text() + one.text()
         assert "Rank 1 on " in zero.text()
         assert "raised KeyError: 'a missing column'" in zero.text()
+
+
+ENDS_AT_ONCE = """
+import atexit, sys
+from pathlib import Path
+
+def threads():
+    return set(Path("/proc/self/task").iterdir())
+
+def left():
+    return [each for each in threads() - before if "gloo" in (each / "comm").read_text()]
+
+atexit.register(lambda: print("threads left:", len(left())))  # called last
+before = threads()
+
+import torch.distributed as dist
+from torchbearer_ddp.group import collectives
+
+dist.init_process_group("gloo")
+if "destroyed" not in sys.argv:
+    before = threads()
+assert collectives.all_gather(collectives.rank(), "ranks") == [0, 1]
+if "destroyed" in sys.argv:
+    dist.destroy_process_group()
+assert left()
+"""
+
+
+@pytest.mark.parametrize("group", ["left open", "destroyed"])
+def test_no_thread_of_ours_outlives_a_script_with_a_group_of_its_own(group):
+    """A thread of gloo that puts down its last message while Python ends aborts the process."""
+    port = str(free_port())
+    command = (sys.executable, "-c", ENDS_AT_ONCE, group)
+    with (
+        Program(*command, environment=torchrun(0, port), raw=True, fresh=True) as zero,
+        Program(*command, environment=torchrun(1, port), raw=True, fresh=True) as one,
+    ):
+        assert [p.code(40) for p in (zero, one)] == [0, 0], zero.text() + one.text()
+        assert zero.output == one.output == ["threads left: 0\n"]

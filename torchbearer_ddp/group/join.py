@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -37,6 +38,8 @@ from torchbearer_ddp.version import __version__
 
 #: How long a rank that has nothing to do waits for slower ones to connect.
 _CONNECT_SECONDS = 30.0
+#: How long a script's last messages may take, once it has ended.
+_CLOSE_SECONDS = 2.0
 
 
 def join(
@@ -142,6 +145,20 @@ def leave(why: str = "returned from the worker") -> None:
         else:
             dist.destroy_process_group()
             environment.restore()
+
+
+@atexit.register
+def _close_adopted() -> None:
+    """Closes what this package has added to the process group of a script that ends.
+
+    A thread of gloo that puts down its last message while Python ends would abort the process: so
+    ends many a script that does not destroy its group. Registered when this module is imported, so
+    that it is called after the handlers of the script.
+    """
+    group = membership.adopted()
+    if group is not None and group.pid == os.getpid() and not group.broken:
+        with contextlib.suppress(LaunchError):  # a message that no rank receives is still pending
+            in_time(group.close_channels, time.monotonic() + _CLOSE_SECONDS, "a message is pending")
 
 
 def _await_connections(group: Group) -> None:

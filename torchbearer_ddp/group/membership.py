@@ -73,6 +73,8 @@ class Group:
     board_is_complete: bool = False
     #: Where ranks count that have made the newest channel; None before the first.
     newest_channel: str | None = None
+    #: The process that has joined: one that it forks inherits the group, but is not the rank.
+    pid: int = field(default_factory=os.getpid, repr=False)
     _made: int = field(default=0, repr=False)
     #: torch's process group that this group uses.
     torch_group: Any = field(default=None, repr=False)
@@ -125,6 +127,18 @@ class Group:
         self._channels = control, self._make_channel(backend=None)
         self._is_connected = False
         self.connect_devices()
+
+    def close_channels(self) -> None:
+        """Closes the channels on gloo, once their threads have put down what they last carried."""
+        made = [*(self._channels or ()), *self._between.values()]
+        self._channels = None
+        self._between.clear()
+        if dist.is_initialized() and self.torch_group is dist.group.WORLD:
+            for channel in made:
+                if dist.get_backend(channel) == "gloo":
+                    dist.destroy_process_group(channel)
+        else:  # the user has destroyed it, and only these references keep its threads
+            self.torch_group = None
 
     def _make_channel(self, ranks: list[int] | None = None, backend: str | None = "gloo") -> Any:
         timeout = datetime.timedelta(seconds=transport_timeout(self.member.timeout))
@@ -196,6 +210,12 @@ def current() -> Group | None:
         if _Membership.on_adoption is not None:
             _Membership.on_adoption()
     return _Membership.group
+
+
+def adopted() -> Group | None:
+    """The user's own process group, if this process uses it."""
+    group = _Membership.group
+    return group if group is not None and group.address is None else None
 
 
 def keep_open(group: Group) -> None:
