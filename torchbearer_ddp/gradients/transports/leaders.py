@@ -62,7 +62,8 @@ class LeaderTransport(SharedMemoryTransport):
 
     def start(self, index: int, weight: float = 1.0) -> None:
         """Gives the bucket to the other ranks of the host."""
-        self._exchanges[index].begin(weight)
+        # The hook makes a mean over the hosts of what is to be added up over them.
+        self._exchanges[index].begin(weight * self._hosts)
         self._summing.append(index)
         self._sum_inside(None)
 
@@ -79,8 +80,7 @@ class LeaderTransport(SharedMemoryTransport):
                 self._sums[index].finish(wait)
         else:
             self._headers[index].zero_()
-        # The hook has made a mean over the hosts of what is to be added up over them.
-        exchange.begin(float(self._hosts) if self._leads else 0.0)
+        exchange.begin(1.0 if self._leads else 0.0)
         exchange.complete(wait)
 
     def _sum_inside(self, wait: Wait | None) -> None:

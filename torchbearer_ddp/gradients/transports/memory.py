@@ -80,13 +80,13 @@ class Residual:
 
 
 def _settled(
-    lost: torch.Tensor, before: torch.Tensor, share: float, correction: float
+    lost: torch.Tensor, before: torch.Tensor | None, share: float, correction: float
 ) -> torch.Tensor:
     """What is to be added next: what was lost, and what was not sent of the one before."""
     if correction != 1.0:
         lost.mul_(correction)
     left = 1.0 - share * correction
-    return lost if abs(left) < _ROUNDING else lost.add_(before, alpha=left)
+    return lost if before is None or abs(left) < _ROUNDING else lost.add_(before, alpha=left)
 
 
 class Memory:
@@ -154,8 +154,7 @@ class Memory:
         state, before, self._errors = self.hook_state, self._errors, None
         if isinstance(state, PowerSGDState) and before is not None:
             for index, lost in state.error_dict.items():
-                if lost is not before.get(index):
-                    earlier = before.get(index, torch.zeros_like(lost))
+                if lost is not (earlier := before.get(index)):
                     _settled(lost, earlier, self._share, correction)
         elif callable(getattr(state, "settle", None)):
             state.settle(correction)

@@ -160,7 +160,9 @@ class Piece:
         if all(weight == 1.0 for weight in weights):
             _add(self.whole)
             return
-        total = self.body[0].mul_(weights[0])
+        total = self.body[0]
+        if weights[0] != 1.0:
+            total.mul_(weights[0])
         for each, weight in zip(self.body[1:], weights[1:], strict=True):
             if weight:
                 total.add_(each, alpha=weight)
