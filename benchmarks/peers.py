@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 SCRIPTS = Path(__file__).parent / "peer_scripts"
 OURS = "ours"
+#: gloo now and then aborts a process of another library that ends while a peer still reads.
+PEERS_TRIES = 3
 #: By the name of a way, its script and the words between Python and it, to which torchrun's
 #: number of processes is added.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -101,9 +104,14 @@ def _command(way: str, world: int, epochs: int, stored: Path, memory: bool) -> d
             "PEERS_EPOCHS": str(epochs),
             "PEERS_WORLD": str(world),
         }
-        done = subprocess.run([*meter, *command], env=env, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{way} failed:\n{done.stderr}")
+        for left in reversed(range(1 if way == OURS else PEERS_TRIES)):
+            run = partial(subprocess.run, env=env, cwd=ROOT, capture_output=True, text=True)
+            done = run([*meter, *command])
+            if not done.returncode:
+                break
+            if not left:
+                raise RuntimeError(f"{way} failed:\n{done.stderr}")
+            print(f"{way} on {world} processes failed, and is started again", flush=True)
         ranks = [json.loads(each.read_text()) for each in Path(folder).glob("rank-*.json")]
     if len(ranks) != world or any(each["world"] != world for each in ranks):
         raise RuntimeError(f"{way} was to train on {world} processes together, but: {ranks}")
