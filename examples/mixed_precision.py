@@ -1,7 +1,7 @@
 """Mixed precision: forward and loss in bf16 (or fp16), parameters in single precision.
 
-    python examples/mixed_precision.py --nproc-per-node 2
-    python examples/mixed_precision.py --nproc-per-node 2 --dtype fp16
+python examples/mixed_precision.py --nproc-per-node 2
+python examples/mixed_precision.py --nproc-per-node 2 --dtype fp16
 """
 
 import argparse
