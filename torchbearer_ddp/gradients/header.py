@@ -74,6 +74,7 @@ _DIFFERENT = ("weight", "loss", "seconds")
 _RARE = ("stop", "signal", "again", "wishes", "groups", "mixed", "failed", "regroup")
 _NAMES = (*_EQUAL, *_DIFFERENT, *_RARE)
 _FIELDS, _USUAL, _SAME = len(_NAMES), len(_EQUAL) + len(_DIFFERENT), len(_EQUAL)
+_WEIGHT, _SECONDS = _NAMES.index("weight"), _NAMES.index("seconds")
 _NOTHING_RARE = [0.0] * len(_RARE)
 _row = operator.attrgetter(*_NAMES[1:])
 
@@ -83,12 +84,8 @@ class StepSummary:
     """What all ranks reported, the same on every rank.
 
     Attributes:
-        steps: Each rank's step.
-        batches: Each rank's batch.
-        sites: Each rank's site.
-        frozen: Each rank's checksum of which parameters are frozen.
+        rows: The row of each rank, one after the other.
         weights: Each rank's weight.
-        losses: Each rank's loss.
         times: How long each rank took since the last exchange, in seconds.
         together: True if all ranks have the same step, batch, site and frozen parameters.
         marks: One number per parameter: zero if no rank has a gradient for it. To be read before
@@ -103,12 +100,8 @@ class StepSummary:
         mixed: The bits that any rank has set.
     """
 
-    steps: Sequence[float]
-    batches: Sequence[float]
-    sites: Sequence[float]
-    frozen: Sequence[float]
+    rows: Sequence[float]
     weights: Sequence[float]
-    losses: Sequence[float]
     times: Sequence[float]
     together: bool
     marks: numpy.typing.NDArray[numpy.float32]
@@ -122,12 +115,42 @@ class StepSummary:
     mixed: int = 0
 
     @property
+    def steps(self) -> Sequence[float]:
+        """Each rank's step."""
+        return self._column("step")
+
+    @property
+    def batches(self) -> Sequence[float]:
+        """Each rank's batch."""
+        return self._column("batch")
+
+    @property
+    def sites(self) -> Sequence[float]:
+        """Each rank's site."""
+        return self._column("site")
+
+    @property
+    def frozen(self) -> Sequence[float]:
+        """Each rank's checksum of which parameters are frozen."""
+        return self._column("frozen")
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """Each rank's loss."""
+        return self._column("loss")
+
+    def _column(self, name: str) -> Sequence[float]:
+        return self.rows[_NAMES.index(name) :: _FIELDS]
+
+    @property
     def slowest(self) -> float:
         """The longest any rank took since the last exchange, in seconds."""
         return max(self.times)
 
     def problem(self, step: int) -> str | None:
         """Why the ranks cannot go on together from this step, as sentences."""
+        if self.together and self.rows[0] == step % MODULUS and not self.failed:
+            return None  # as at nearly every step
         if self.steps.count(step % MODULUS) != len(self.steps):
             steps = "; ".join(f"rank {rank} at {at:.0f}" for rank, at in enumerate(self.steps))
             return (
@@ -193,11 +216,8 @@ class Header:
         for start in range(0, self._rows, _FIELDS):  # a plain loop: the fastest for a few ranks
             together = together and values[start : start + _SAME] == values[:_SAME]
             is_rare = is_rare or values[start + _USUAL : start + _FIELDS] != _NOTHING_RARE
-        columns = [values[field::_FIELDS] for field in range(_USUAL)]
-        steps, batches, sites, frozen, weights, losses, seconds = columns
-        summary = StepSummary(
-            *(steps, batches, sites, frozen, weights, losses, seconds), together, self._marks
-        )
+        weights, times = values[_WEIGHT::_FIELDS], values[_SECONDS::_FIELDS]
+        summary = StepSummary(values, weights, times, together, self._marks)
         if is_rare:
             rare = [values[field::_FIELDS] for field in range(_USUAL, _FIELDS)]
             _add_rare(summary, dict(zip(_RARE, rare, strict=True)))

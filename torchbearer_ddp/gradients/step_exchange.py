@@ -144,16 +144,20 @@ class StepExchange:
 
     def _prepare(self, state: Any) -> tuple[Average, float]:
         """How the gradients of the coming or the last backward pass count."""
-        number = self.step.backwards
-        if self.group is None and not self.accumulation.is_used:
-            return Average.EQUAL, 1.0
-        if self.step.counts is None:
+        counts = self.step.counts
+        if counts is None:
+            if self.group is None and not self.accumulation.is_used:
+                return Average.EQUAL, 1.0
+            number = self.step.backwards
             self.losses.find(state, number)
-            self.step.counts = self.losses.average(number), self.losses.weight(state, number)
-        return self.step.counts
+            counts = self.losses.average(number), self.losses.weight(state, number)
+            self.step.counts = counts
+        return counts
 
     def _before_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may call its closure more than once for one batch."""
+        if not self.step.backwards:  # its first call
+            return
         if self._is_in_charge and optimizer is self._state.get(torchbearer.OPTIMIZER):
             self.step.backwards = 0
 
@@ -243,10 +247,13 @@ class StepExchange:
     def _report(self, state: Any, weight: float) -> RankReport:
         """What this rank reports to the others at this step."""
         signal = stop_request.requested() or 0
-        report = RankReport(stop=self.asks_to_stop or signal > 0, signal=signal, weight=weight)
-        report.batch = state.get(torchbearer.BATCH) or 0
-        report.wishes = self.wishes.bits()
-        return report
+        return RankReport(
+            weight=weight,
+            stop=self.asks_to_stop or signal > 0,
+            signal=signal,
+            batch=state.get(torchbearer.BATCH) or 0,
+            wishes=self.wishes.bits(),
+        )
 
 
 def _like(loss: Any, value: float) -> Any:
