@@ -12,6 +12,7 @@ from tests.ranks import RankPool
 from tests.stand_ins import nccl
 from torchbearer_ddp.gradients.transports import hosts, shared_memory
 from torchbearer_ddp.gradients.transports.choose import choose
+from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
 from torchbearer_ddp.group import collectives, membership
 from torchbearer_ddp.group.waiting import Wait
@@ -50,7 +51,9 @@ def bucket(size: int, dtype: torch.dtype = torch.float32, header: int = 0) -> Bu
 
 
 def make(
-    requested: str = "shm", buckets: Sequence[Bucket] = (), compress: str | None = None
+    requested: str = "shm",
+    buckets: Sequence[Bucket] = (),
+    compress: str | Compression | None = None,
 ) -> tuple[Transport, str]:
     """The transport for some buckets, or for one that holds 10 numbers; and its line."""
     return choose(_group(), requested, buckets or [bucket(10)], compress)

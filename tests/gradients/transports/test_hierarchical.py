@@ -5,6 +5,8 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.gradients.transport_cases import (
     DTYPES,
@@ -20,6 +22,7 @@ from tests.gradients.transport_cases import (
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.gradients.transports import segment
+from torchbearer_ddp.gradients.transports.compression import NUMBER_BY_NUMBER, Compression
 from torchbearer_ddp.group import collectives, membership
 
 
@@ -86,6 +89,53 @@ def test_half_precision_between_hosts_with_an_exact_header(compress):
                 assert torch.allclose(tensor[:-3], torch.tensor(2.501), rtol=2**-7)
         assert all(is_equal_everywhere(tensor) for tensor in transport.tensors)
         assert transport.tensors[2][0] != 2.501  # it was rounded
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abcabc"])
+@pytest.mark.parametrize("hook", NUMBER_BY_NUMBER)
+def test_a_hook_of_torch_that_fits_slices_is_called_between_hosts(hook, layout):
+    def body():
+        play_hosts(layout)
+        sizes, world_size = [3, 5, 1000, 70001], collectives.world_size()
+        buckets = [bucket(n, header=3) for n in sizes]
+        transport, line = make("auto", buckets, Compression(hook=hook))
+        assert transport.name == "hierarchical"
+        assert f"shared memory inside each host, {hook.__name__} between hosts" in line
+        exact = "allreduce" in hook.__name__
+        for step in range(10):
+            waits = [waiting(f"bucket {i}") for i in range(len(sizes))]
+            for index, tensor in enumerate(transport.tensors):
+                tensor.fill_(1.001 + collectives.rank())
+                tensor[-3:] = 40001.0 + step
+                transport.start(index, 1 / world_size)
+            for index, (tensor, wait) in enumerate(zip(transport.tensors, waits, strict=True)):
+                transport.finish(index, wait)
+                assert tensor[-3:].tolist() == [world_size * (40001.0 + step)] * 3
+                mean = torch.tensor(1.001 + (world_size - 1) / 2)
+                assert torch.allclose(tensor[:-3], mean, rtol=1e-6 if exact else 2**-7)
+                assert exact or tensor.numel() == 3 or tensor[0] != mean  # it was rounded
+        assert all(is_equal_everywhere(tensor) for tensor in transport.tensors)
+
+    run_ranks(body, len(layout))
+
+
+def test_a_hook_with_a_group_of_its_own_and_one_of_the_user_see_every_rank():
+    def users_own(state, bucket):
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def body():
+        play_hosts("aabb")
+        for hook, state in (
+            (default_hooks.fp16_compress_hook, dist.group.WORLD),
+            (users_own, None),
+        ):
+            transport, _ = make("auto", [bucket(100)], Compression(hook=hook, hook_state=state))
+            assert transport.name == "hook"
+            transport.tensors[0].fill_(collectives.rank())
+            add_up(transport, weight=0.25)
+            assert torch.equal(transport.tensors[0], torch.full((100,), 1.5))
 
     run_ranks(body, 4)
 

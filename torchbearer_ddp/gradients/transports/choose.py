@@ -64,17 +64,21 @@ def choose(
             "Build the same model on every rank, and give every rank the same options.",
             extra=asdict(Process.current(group.member.rank, memory, problem)),
         )
-        if compression.hook is not None and len(everyone) > 1:
-            hook = HookTransport(group, buckets, compression)
-            return hook, f"gradients: the hook {hook_name(compression.hook)}"
         by_host = hosts.by_host([Process(**each) for each in everyone])
         best, reason = _best(by_host, device, backend)
         wanted = best if requested == "auto" or len(everyone) == 1 else requested
-        if wanted == best != backend:
+        is_hooked = compression.hook is not None and len(everyone) > 1
+        # Inside one host a hook sees what each rank has, as in DistributedDataParallel.
+        between_hosts = best == "hierarchical" and compression.fits_slices
+        if wanted == best != backend and (not is_hooked or between_hosts):
             try:
-                return _shared(group, buckets, by_host, compression), _line(best, reason)
+                line = _line(best, reason, compression)
+                return _shared(group, buckets, by_host, compression), line
             except SegmentError as error:
                 reason = str(error)
+    if is_hooked:
+        hook = HookTransport(group, buckets, compression)
+        return hook, f"gradients: the hook {hook_name(compression.hook)}"
     if wanted == backend:
         reason = reason if wanted == best else "as requested"
     elif requested == "auto":
@@ -127,5 +131,8 @@ def _best(by_host: Hosts, device: str, backend: str) -> tuple[str, str]:
     return "hierarchical", f"each of the {len(counts)} hosts has {counts[0]} ranks"
 
 
-def _line(name: str, reason: str) -> str:
-    return f"gradients: {_TITLES.get(name, name)} ({reason})"
+def _line(name: str, reason: str, compression: Compression | None = None) -> str:
+    title = _TITLES.get(name, name)
+    if compression is not None and compression.hook is not None:
+        title = f"shared memory inside each host, {hook_name(compression.hook)} between hosts"
+    return f"gradients: {title} ({reason})"

@@ -21,8 +21,9 @@ KINDS = (*CODED, POWERSGD)
 
 #: A communication hook as DistributedDataParallel takes it.
 Hook = Callable[[Any, Any], Any]
-#: Hooks whose only exchange is started by the call itself, so that several may be under way.
-IN_ORDER: tuple[Hook, ...] = (
+#: Hooks that treat each number alone, so a slice of the gradients will do, and whose only exchange
+#: is started by the call itself, so several may be under way.
+NUMBER_BY_NUMBER: tuple[Hook, ...] = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
@@ -71,6 +72,11 @@ class Compression:
         if self.hook is not None:
             return not keeps_order(self.hook)
         return self.kind == POWERSGD
+
+    @property
+    def fits_slices(self) -> bool:
+        """True for a hook of torch that may be given a slice, and a group to average it over."""
+        return self.hook in NUMBER_BY_NUMBER and self.hook_state is None
 
     def describe(self) -> str | None:
         """What must be the same on every rank."""
@@ -128,7 +134,7 @@ class Compression:
 
 def keeps_order(hook: Hook) -> bool:
     """True if a hook's exchanges keep their order with several buckets under way."""
-    return hook in IN_ORDER or bool(getattr(hook, "in_order", False))
+    return hook in NUMBER_BY_NUMBER or bool(getattr(hook, "in_order", False))
 
 
 def hook_name(hook: Any) -> str:

@@ -11,10 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from torchbearer_ddp.gradients.transports.compression import Compression
+from torchbearer_ddp.gradients.transports.hooked import HookedSum
 from torchbearer_ddp.gradients.transports.hosts import Hosts
 from torchbearer_ddp.gradients.transports.interface import Bucket
-from torchbearer_ddp.gradients.transports.shared_memory import Exchange, SharedMemoryTransport
-from torchbearer_ddp.gradients.transports.sums import Lanes
+from torchbearer_ddp.gradients.transports.shared_memory import (
+    Exchange,
+    Piece,
+    SharedMemoryTransport,
+)
+from torchbearer_ddp.gradients.transports.sums import Lanes, Sum
 from torchbearer_ddp.gradients.transports.torch_dist import lanes_between, make_sums, piece_numel
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
@@ -26,9 +31,7 @@ class HierarchicalExchange(Exchange):
     def connect(self, lanes: Lanes, compression: Compression, index: int) -> None:
         """Sets the channels to the ranks that have the same slice on the other hosts."""
         self._sums = [
-            make_sums(
-                lanes, piece.whole[0], piece.body[0].numel(), compression, f"{index}:{number}"
-            )
+            _sums_of(piece, lanes, compression, f"{index}:{number}")
             for number, piece in enumerate(self._pieces)
         ]
 
@@ -61,6 +64,15 @@ class HierarchicalExchange(Exchange):
             piece.copy_to_all()
         self._ranks.departures.post()
         self._ranks.departures.collect(wait)
+
+
+def _sums_of(piece: Piece, lanes: Lanes, compression: Compression, key: str) -> list[Sum]:
+    """The sums of a piece between hosts: numbers, in fewer bytes if so chosen, and header."""
+    body = piece.body[0]
+    if compression.hook is None or not body.numel():
+        return make_sums(lanes, piece.whole[0], body.numel(), compression, key)
+    headers: list[Sum] = [Sum(lanes.first, header) for header in piece.header[:1]]
+    return [HookedSum(lanes.first, body, compression.hook), *headers]
 
 
 class HierarchicalTransport(SharedMemoryTransport):

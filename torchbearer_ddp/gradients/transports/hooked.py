@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from torchbearer_ddp.gradients.transports.compression import (
@@ -128,6 +129,25 @@ class HookCalls:
         value = settled(self._futures.pop(index), wait)
         self.advance()
         return value
+
+
+class HookedSum(Sum):
+    """Sums a slice over the hosts by a hook that treats each number alone."""
+
+    def __init__(self, channel: Any, tensor: torch.Tensor, hook: Hook) -> None:
+        super().__init__(channel, tensor)
+        self._hook = hook
+        self._members = dist.get_world_size(channel)
+
+    def start(self) -> None:
+        """Calls the hook, which makes a mean over the hosts of what is to be added up over them."""
+        scale_for_mean(self._tensor, 1.0, self._members)
+        self._work = self._hook(self._channel, HookBucket(0, self._tensor, [], True))
+
+    def finish(self, wait: Wait) -> None:
+        """Waits for the hook's Future."""
+        put_into(self._tensor, settled(self._work, wait))
+        self._work = None
 
 
 class HookTransport:
