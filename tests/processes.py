@@ -22,6 +22,12 @@ _ROOT = Path(__file__).parents[1]
 _FOREIGN = ("SLURM_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_NUM_THREADS")
 
 
+def own_environment() -> dict[str, str]:
+    """The environment of this process, in which pytest removes a variable while threads read it."""
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class Program:
     """One command and all the processes that come of it.
 
@@ -51,7 +57,7 @@ class Program:
     ) -> None:
         mark = uuid.uuid4().hex
         self._mark = f"{warm_python.MARK}={mark}"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        clean = {k: v for k, v in own_environment().items() if not k.startswith(_FOREIGN)}
         clean["PYTHONPATH"] = str(_ROOT)
         added = {**(environment or {}), warm_python.MARK: mark}
         if not raw:

@@ -1,12 +1,11 @@
 """A started rank ends as Python programs do, though it skips the unloading of its modules."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.processes import Program
+from tests.processes import Program, own_environment
 from torchbearer_ddp.errors import WorkerError
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.launch.starting import VARIABLE
@@ -181,7 +180,7 @@ def test_prints_that_cannot_be_written_change_the_exit_code_as_in_python():
         with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
             done = subprocess.run(
                 [sys.executable, "-c", program + end],
-                env={**os.environ, **BUFFERED},
+                env={**own_environment(), **BUFFERED},
                 stdout=full,
                 stderr=subprocess.PIPE,
                 text=True,

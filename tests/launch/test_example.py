@@ -1,7 +1,6 @@
 """The example, as a newcomer starts it."""
 
 import gzip
-import os
 import re
 import runpy
 import shlex
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.processes import Program, until
+from tests.processes import Program, own_environment, until
 
 pytestmark = pytest.mark.concurrent
 
@@ -27,7 +26,7 @@ def run(folder, *words, launcher=()):
     done = subprocess.run(
         [*(launcher or [sys.executable]), str(EXAMPLE), *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
+        env={**own_environment(), "PYTHONPATH": str(EXAMPLE.parents[1])},
         capture_output=True,
         text=True,
         timeout=150,

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests import proc
+from tests.processes import own_environment
 from tests.programs import PATIENCE, train_and_hold
 from tests.requirements import needs_slurm
 from torchbearer_ddp import submit_slurm
@@ -45,7 +46,7 @@ class Cluster:
         """Starts what is not running."""
         done = subprocess.run(
             ["bash", str(_HERE / "start-slurm.sh"), str(self.state)],
-            env={**os.environ, "PORT": str(self._port)},
+            env={**own_environment(), "PORT": str(self._port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

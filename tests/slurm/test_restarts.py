@@ -44,6 +44,7 @@ def assert_same(results, reference, restarts):
     assert all(result["parameters"] == reference for result in results)
 
 
+@pytest.mark.timeout(360)  # a busy machine takes several starts until one trains before the signal
 def test_time_limit(cluster, uninterrupted, tmp_path):
     # Slurm looks at the limits every 30 seconds and sends the signal up to 30 seconds too early:
     # 5 to 35 seconds after a start. On a slow machine that may be before the training.
