@@ -33,6 +33,8 @@ from benchmarks import (
     plots,
     prediction,
     report,
+    resume,
+    run_cost,
     single,
     started,
     traffic,
@@ -72,8 +74,7 @@ def measure(parts: list[str], quick: bool, rounds: int, seconds: float) -> dict[
     _measure_models(found, parts, quick, rounds, seconds)
     if "gpus" in parts and torch.cuda.device_count() > 1:
         found["GPUs"] = gpus.run(gpus.large(), rounds, seconds)
-    if "launch" in parts:
-        found["launch"] = launching.run(1 if quick else 5, [2] if quick else [2, 8])
+    _measure_once(found, parts, quick)
     _measure_hosts(found, parts, quick, rounds, seconds)
     if "peers" in parts and peers.PYTHON.exists():  # make bench-peers installs them
         found["peers"] = peers.run([2] if quick else [2, 4], 1 if quick else 5, 2 if quick else 20)
@@ -122,6 +123,17 @@ def _measure_models(
         found["scaling"] = one_host.scaling(sizes, [2] if quick else [2, 3, 4, 8], rounds, seconds)
 
 
+def _measure_once(found: dict[str, Any], parts: list[str], quick: bool) -> None:
+    if "launch" in parts:
+        found["launch"] = launching.run(1 if quick else 5, [2] if quick else [2, 8])
+    if "once" in parts:
+        some = ["mlp"] if quick else ["mlp", "deep", "wide", "conv"]
+        found["once"] = run_cost.run(some, 1 if quick else 5)
+    if "resume" in parts:
+        places = resume.PLACES[:2] if quick else resume.PLACES
+        found["resume"] = resume.run(places, 1 if quick else 3)
+
+
 def _measure_hosts(
     found: dict[str, Any], parts: list[str], quick: bool, rounds: int, seconds: float
 ) -> None:
@@ -140,6 +152,7 @@ def _measure_hosts(
 def main() -> None:
     every = [
         *("single", "models", "threads", "traffic", "memory", "gpus", "scaling", "launch"),
+        *("once", "resume"),
         *("hosts", "links", "digits", "peers", "ranks", "started", "prediction"),
     ]
     parser = argparse.ArgumentParser(description=__doc__)

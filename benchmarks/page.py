@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import launching, peers, traffic
+from benchmarks import launching, peers, run_cost, traffic
 from benchmarks.plots import THEMES, ranks, speed
 from benchmarks.steps import DDP, LOCAL
 
@@ -51,6 +51,18 @@ _AS_STARTED = (
     "DDP started by torchrun, ours by ``run_distributed``, one launch after the other, in a plain "
     "loop. In the tables above all ways share their processes, so DDP too has what our launcher "
     "prepares; here each has what its own launcher gives it. Times are milliseconds a step."
+)
+_ONCE = (
+    "A run of one step in a fresh ``Trial`` on two ranks, in milliseconds: DDP makes its buckets "
+    "when the model is wrapped, this package in the first step of the first run, and it keeps them "
+    "for the runs after it. *Checksums* compare the replicas at the end of each epoch; the last "
+    f"column is their share of an epoch of {run_cost.EPOCH_STEPS} steps."
+)
+_RESUME = (
+    "Milliseconds from ``run()`` to the first batch, by the batch at which the run was "
+    "interrupted. Batches are *skipped* at the sampler; *by its state* is torchdata's "
+    "``StatefulDataLoader``; *replayed* reads all batches again, as is done where skipping would "
+    "not be exact."
 )
 _PEERS = (
     "The same digits, model, optimizer and epochs, validation, a checkpoint and a line for "
@@ -132,6 +144,14 @@ def _my_launch(found: dict[str, Any]) -> Iterator[str]:
         shown = ", ".join(f"{way} {each:.1f} s" for way, each in seconds.items())
         yield f"From the command to the end of the first step on two ranks: {shown}."
         yield from launching.sentences(found["launch"])
+    if "once" in found:
+        yield _heading("What is done once", "~")
+        yield _ONCE
+        yield _once(found["once"])
+    if "resume" in found:
+        yield _heading("Resuming in the middle of an epoch", "~")
+        yield _RESUME
+        yield _resumes(found["resume"])
     if "peers" in found:
         yield _heading("Beside other libraries", "~")
         yield _PEERS
@@ -159,6 +179,25 @@ def _peers(tables: list[dict[str, Any]]) -> Iterator[str]:
     titles = [title for title, _, _ in peers.COLUMNS.values()]
     yield _table(["Way", "Processes", *titles[:3], "This / ours"], times)
     yield _table(["Way", "Processes", *titles[3:]], others)
+
+
+def _once(found: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in found:
+        first, later = row["runs"]["first"], row["runs"]["third"]
+        times = [each[way] for each in (first, later) for way in ("no exchange", "DDP", "ours")]
+        cells = [*(f"{each:.1f}" for each in times), f"{run_cost.share(row):.1%}"]
+        rows.append([row["model"], *cells])
+    names = [f"{which}, {way}" for which in ("First", "Third") for way in ("none", "DDP", "ours")]
+    return _table(["Model", *names, "Checksums"], rows)
+
+
+def _resumes(found: list[dict[str, Any]]) -> str:
+    ways = list(found[0]["milliseconds"])
+    rows = [
+        [f"{row['batch']:,}", *(f"{row['milliseconds'][way]:.1f}" for way in ways)] for row in found
+    ]
+    return _table(["Batch", *(way.capitalize() for way in ways)], rows)
 
 
 def _links(tables: list[dict[str, Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import digits, launching, links, peers, traffic
+from benchmarks import digits, launching, links, peers, resume, run_cost, traffic
 
 
 def text(found: dict[str, Any]) -> str:
@@ -32,6 +32,8 @@ def text(found: dict[str, Any]) -> str:
         seconds = ", ".join(f"{way} {s:.1f} s" for way, s in found["launch"]["seconds"].items())
         lines += ["", f"command to first step: {seconds} ({found['launch']['ratio']:.2f}x)"]
         lines += launching.sentences(found["launch"])
+    lines += run_cost.sentences(found.get("once", []))
+    lines += resume.sentences(found.get("resume", []))
     for table in found.get("two hosts", []):
         lines += ["", f"two hosts, {table['ranks a host']} ranks each, {table['link']}"]
         lines += _rows(table)

@@ -1,6 +1,6 @@
 """How long a resume in mid-epoch takes until its first batch, against the place in the epoch.
 
-    python benchmarks/resume.py [--places 1 1000 10000 100000] [--rounds 3] [--workers 0]
+    python -m benchmarks.resume [--places 1 1000 10000 100000] [--rounds 3] [--workers 0]
 
 One run of each kind of loader saves at each place. Then it is resumed there, by turns: leaving out
 at the sampler what was done, by the state of torchdata's StatefulDataLoader, and replaying it
@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchbearer_ddp import Checkpoint
 from torchbearer_ddp.checkpoints.writer import finish_writing
 
 BATCH = 4
+PLACES = [1, 1000, 10_000, 100_000]
 #: How the loader comes to its place, and its class.
 WAYS = {"skipped": DataLoader, "by its state": StatefulDataLoader, "replayed": DataLoader}
 
@@ -107,31 +109,43 @@ def seconds_to_first_batch(path: Path, count: int, workers: int, way: str) -> fl
     raise RuntimeError("No batch was left.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--places", type=int, nargs="+", default=[1, 1000, 10_000, 100_000])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=0)
-    options = parser.parse_args()
+def run(places: list[int], rounds: int, workers: int = 0) -> list[dict[str, Any]]:
+    """The median milliseconds of each way from ``run()`` to the first batch, for each place."""
     logging.getLogger("torchbearer_ddp").setLevel(logging.WARNING)
-    count = (max(options.places) + 10) * BATCH
+    count = (max(places) + 10) * BATCH
     times: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for way in ("skipped", "by its state"):  # what is replayed is saved like what is skipped
-            save_at(options.places, count, options.workers, way, Path(folder, way))
-        for _ in range(options.rounds):
-            for place, way in itertools.product(options.places, WAYS):
+            save_at(places, count, workers, way, Path(folder, way))
+        for _ in range(rounds):
+            for place, way in itertools.product(places, WAYS):
                 saved = Path(folder, way if way in ("skipped", "by its state") else "skipped")
                 path = saved / f"step-{place:07d}.pt"
-                taken = seconds_to_first_batch(path, count, options.workers, way)
-                times.setdefault((way, place), []).append(taken)
-    print(f"{'batch':>8}" + "".join(f"{way:>16}{'to the first':>14}" for way in WAYS))
-    for place in options.places:
-        shown = ""
-        for way in WAYS:
-            taken, first = (statistics.median(times[way, p]) for p in (place, options.places[0]))
-            shown += f"{taken * 1000:13.1f} ms{taken / first:13.2f}x"
-        print(f"{place:8d}{shown}", flush=True)
+                taken = seconds_to_first_batch(path, count, workers, way)
+                times.setdefault((way, place), []).append(1000 * taken)
+    return [
+        {
+            "batch": place,
+            "milliseconds": {way: statistics.median(times[way, place]) for way in WAYS},
+        }
+        for place in places
+    ]
+
+
+def sentences(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What was found, place by place."""
+    for row in found:
+        shown = ", ".join(f"{way} {taken:.1f} ms" for way, taken in row["milliseconds"].items())
+        yield f"from run() to batch {row['batch']:,}: {shown}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--places", type=int, nargs="+", default=PLACES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=0)
+    options = parser.parse_args()
+    print("\n".join(sentences(run(options.places, options.rounds, options.workers))))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,76 @@
-"""What is done once per run: a first ``trial.run`` of one step and the next ones, beside DDP."""
+"""What is done once: the first ``trial.run`` of one step and the next ones, the end of an epoch."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torchbearer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import steps
 from benchmarks.models import CASES, Case
 from torchbearer_ddp import barrier, data_parallel, run_distributed
+from torchbearer_ddp.group import replicas
+
+#: The epoch whose end is looked at has so many steps.
+EPOCH_STEPS = 20
 
 
-def run(names: list[str], rounds: int) -> dict[str, Any]:
-    """Milliseconds of the first and of later runs of one step each, medians over fresh Trials."""
+def run(names: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of runs of one step each, and of an epoch and the checksums at its end.
+
+    The medians over fresh Trials on two ranks.
+    """
     nothing = argparse.Namespace()
     options: dict[str, Any] = {"options": nothing, "nproc_per_node": 2}
+    return [run_distributed(_measure, (name, rounds), **options)[0] for name in names]
+
+
+def sentences(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What was found, model by model."""
+    for row in found:
+        for which, times in row["runs"].items():
+            shown = ", ".join(f"{way} {each:.1f} ms" for way, each in times.items())
+            yield f"{row['model']}, {which} run of one step: {shown}"
+        yield (
+            f"{row['model']}, checksums of the replicas: {row['checksums']:.2f} ms, "
+            f"{share(row):.1%} of an epoch of {EPOCH_STEPS} steps"
+        )
+
+
+def share(row: dict[str, Any]) -> float:
+    """How much of an epoch the checksums of the replicas take."""
+    return float(row["checksums"] / row["epoch"])
+
+
+def _measure(name: str, rounds: int) -> dict[str, Any]:
     return {
-        CASES[name].title: run_distributed(_measure, (name, rounds), **options)[0] for name in names
+        "model": CASES[name].title,
+        "runs": _times_of_runs(name, rounds),
+        **_end_of_epoch(CASES[name], 4 * rounds),
     }
 
 
-def _measure(name: str, rounds: int) -> dict[str, dict[str, float]]:
+def _end_of_epoch(case: Case, rounds: int) -> dict[str, float]:
+    epoch = steps.in_a_trial("ours, shm", case)
+    parameters = list(case.build().named_parameters())
+    epochs, checksums = [], []
+    for _ in range(rounds):
+        barrier("the benchmark")
+        epochs.append(1000 * epoch(EPOCH_STEPS))
+        barrier("the benchmark")
+        started = time.perf_counter()
+        replicas.fingerprint(parameters)
+        checksums.append(1000 * (time.perf_counter() - started))
+    return {"epoch": statistics.median(epochs), "checksums": statistics.median(checksums)}
+
+
+def _times_of_runs(name: str, rounds: int) -> dict[str, dict[str, float]]:
     case = CASES[name]
     times: dict[str, list[list[float]]] = {"ours": [], "DDP": [], "no exchange": []}
     for number in range(rounds + 1):
@@ -34,12 +80,8 @@ def _measure(name: str, rounds: int) -> dict[str, dict[str, float]]:
             if number:  # the first round also pays for imports
                 found.append(mine)
     return {
-        way: {
-            "first": statistics.median(each[0] for each in found),
-            "second": statistics.median(each[1] for each in found),
-            "third": statistics.median(each[2] for each in found),
-        }
-        for way, found in times.items()
+        which: {way: statistics.median(each[i] for each in found) for way, found in times.items()}
+        for i, which in enumerate(("first", "second", "third"))
     }
 
 
@@ -73,6 +115,4 @@ def _runs(case: Case, way: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    for title, ways in run(["mlp", "deep", "wide"], 5).items():
-        for way, found in ways.items():
-            print(f"{title:22} {way:12}", {k: round(v, 1) for k, v in found.items()})
+    print("\n".join(sentences(run(["mlp", "deep", "wide", "conv"], 5))))
