@@ -30,6 +30,9 @@ COMPAT_TESTS ?= tests
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= message post checkpoint_file foreign_file checkpoint_contents environment flags
 
+# Some containers set it; then each of the many processes of the tests compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test lint docs bench bench-quick bench-peers slurm-test fuzz gpu-test soak compat compat-floor compat-newest clean
 
 run: $(VENV)/examples.stamp
