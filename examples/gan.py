@@ -1,6 +1,9 @@
-"""A GAN: two networks, two optimizers and a closure of its own, averaged without any option.
+"""A GAN: two networks, two optimizers and a closure of its own.
 
     python examples/gan.py --nproc-per-node 2
+
+All of it is averaged. ``loss="mean"`` says that the losses of the closure are means over the batch,
+which cannot be seen from outside.
 
 The generator learns to turn noise into points of a normal distribution around (2, -1).
 """

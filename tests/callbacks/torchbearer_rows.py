@@ -516,7 +516,7 @@ ROWS: dict[str, Row] = {
     ),
     "TensorBoardProjector": written(
         lambda folder: callbacks.TensorBoardProjector(f"{folder}/projector", num_images=18),
-        "the embeddings and labels of the images, more than one rank has",
+        "the embeddings and labels, of more images than one rank has",
         functools.partial(text_files, suffix=".tsv"),
         ALL_IMAGES,
     ),
@@ -579,7 +579,7 @@ ROWS: dict[str, Row] = {
         lambda folder: (
             CachedImages(num_images=18).on_train().to_file(folder + "/{epoch}-{index}.png")
         ),
-        "the pictures, more than one rank has images",
+        "the pictures, of more images than one rank has",
         pictures,
         ALL_IMAGES,
     ),

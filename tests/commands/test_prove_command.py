@@ -51,6 +51,7 @@ def test_a_script_that_differs(tmp_path):
     [
         ("raise ValueError('no such data')", "ValueError: no such data"),
         ("print('done')", "ended without a training step of a Trial with callbacks"),
+        ("def f(:", "SyntaxError"),
     ],
 )
 def test_a_script_that_cannot_be_compared(tmp_path, source, text):

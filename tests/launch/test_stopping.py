@@ -25,6 +25,17 @@ def test_training_stops_when_the_launcher_gets_a_signal(signum, code):
         assert not program.alive()
 
 
+def test_the_signal_before_slurm_s_time_limit_reaches_the_ranks_of_a_launcher():
+    job = {"SLURM_JOB_ID": "7"}
+    with Program("steps", "polite", "--nproc-per-node", "2", environment=job) as program:
+        pids = program.pids(2)
+        for pid in (program.process.pid, *pids):  # to every process of a step
+            os.kill(pid, signal.SIGUSR2)
+        assert program.code(BOUND) == 128 + signal.SIGUSR2, program.text()
+        assert sorted(program.output[-2:]) == ["rank 0 saved\n", "rank 1 saved\n"]
+        assert "got SIGUSR2, all ranks have ended" in program.said()
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_ctrl_c_in_the_terminal_reaches_every_rank_once(method):
     start = {VARIABLE: method}

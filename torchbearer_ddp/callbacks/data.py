@@ -23,8 +23,9 @@ def shard(loader: Any, training: bool = True) -> Any:
     """Returns this rank's share of a loader, for use without :class:`ShardData`.
 
     Call it on every rank. :class:`ShardData` does not shard such a loader again, and sets its
-    epoch; in a loop of your own call ``loader.sampler.set_epoch(epoch)``. Without a process group
-    the loader itself is returned.
+    epoch; in a loop of your own call ``loader.sampler.set_epoch(epoch)``, or that of the
+    ``batch_sampler`` if you gave one. Without a process group the loader itself is returned, and
+    there is nothing to call.
 
     Example: ::
 

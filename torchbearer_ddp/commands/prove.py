@@ -94,11 +94,19 @@ def _options(words: list[str]) -> argparse.Namespace:
     if options.steps < 1 or options.roundings < 1:
         parser.error("--steps and --roundings are at least 1")
     if not options.module:
-        check_script(options.command[0])
+        _check_script(options.command[0])
     for flag, name in (("--html", options.html), ("--json", options.json)):
         if name and name != "-" and not _is_writable(Path(name)):
             parser.error(f"{flag} {name} cannot be written. Give a file in a folder that is there")
     return options
+
+
+def _check_script(path: str) -> None:
+    """Ends as python does if the script cannot be compiled, but with a code that is no verdict."""
+    try:
+        check_script(path)
+    except SystemExit as end:
+        raise SystemExit(COULD_NOT_RUN if end.code == FOUND else end.code) from None
 
 
 def _is_writable(path: Path) -> bool:

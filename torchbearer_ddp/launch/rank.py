@@ -135,12 +135,11 @@ def prepared(plan: Plan, member: Member) -> Iterator[None]:
     """What a rank needs besides its group: signals, crash reports, its number in the log."""
     membership.settle()
     log.set_rank(member.rank)
-    extra = (signal.SIGUSR2,) if "SLURM_JOB_ID" in os.environ else ()
     alone = plan.launcher == "inline"
     if not alone:
         _show_crashes()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals.handled(plan.grace, *extra))
+        stack.enter_context(signals.handled(plan.grace, *signals.from_slurm()))
         if plan.debug:
             stack.enter_context(debug.reporting(member.rank))
         if not alone:

@@ -34,6 +34,12 @@ _CLOSE = 0
 _before: dict[signal.Signals, Any] = {}
 
 
+def from_slurm() -> list[signal.Signals]:
+    """SIGUSR2, which Slurm sends to a whole job before its time limit; a script's handler stays."""
+    is_free = signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    return [signal.SIGUSR2] if is_free and "SLURM_JOB_ID" in os.environ else []
+
+
 @contextlib.contextmanager
 def handled(grace: float, *extra: signal.Signals) -> Iterator[None]:
     """Handles SIGTERM, SIGINT and any extra signals while a worker runs in this process.

@@ -24,6 +24,7 @@ from torchbearer_ddp.launch.notebook import is_notebook
 from torchbearer_ddp.launch.output import Output, is_captured
 from torchbearer_ddp.launch.plan import Plan
 from torchbearer_ddp.launch.restarts import Failure
+from torchbearer_ddp.launch.signals import from_slurm
 from torchbearer_ddp.launch.started_rank import StartedRank
 from torchbearer_ddp.launch.streams import RankStream
 from torchbearer_ddp.launch.worker import Task
@@ -235,7 +236,8 @@ class Supervisor:
                 for rank in self._running:
                     rank.send(signum)
 
-        signums = [signal.SIGTERM, signal.SIGINT, *[signal.SIGUSR1] * self._plan.debug]
+        signums = [signal.SIGTERM, signal.SIGINT, *from_slurm()]
+        signums += [signal.SIGUSR1] * self._plan.debug
         previous = {signum: signal.signal(signum, forward) for signum in signums}
         previous[signal.SIGWINCH] = signal.signal(
             signal.SIGWINCH, lambda signum, frame: self._output.resize()

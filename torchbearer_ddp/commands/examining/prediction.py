@@ -186,5 +186,5 @@ def _fewer_bytes(single: Speed, beyond: Speed, compressed: Speed | None) -> Iter
     if beyond.hosts > 1 and beyond.exchange > _LINK_DECIDES * beyond.seconds:
         yield (
             "SyncGradients(compress='int8') sends a quarter, compress='powersgd' a few percent, "
-            "every=8 an eighth: the page on slow links says what each of them costs."
+            "every=8 an eighth or more: the page on slow links says what each of them costs."
         )
