@@ -109,8 +109,9 @@ def _measure_models(
         found["one host"] = one_host.run(names, worlds, rounds, seconds, others)
     if "threads" in parts:
         some = names[:1] if quick else ["mlp", "deep", "wide", "conv"]
-        many = ([2], [2]) if quick else ([2, 3, 8], [1, 2, 3, 4])
-        found["threads"] = one_host.threads(some, *many, min(rounds, 5), seconds)
+        found["threads"] = one_host.threads(
+            some, {2: [2]} if quick else one_host.THREADS, min(rounds, 5), seconds
+        )
     if "traffic" in parts:
         some = names[:1] if quick else ["mlp", "deep", "wide"]
         found["traffic"] = traffic.run(some, rounds, seconds)

@@ -14,6 +14,8 @@ TRANSPORTS = ["gloo", "shm"]
 #: The ways that matter most.
 SHM = "ours, shm"
 FEW = [steps.LOCAL, *steps.DDP, SHM]
+#: By the number of ranks the threads of each. (24 and more on two cores take minutes for a model.)
+THREADS = {2: [1, 2, 3, 4], 3: [1, 2, 3, 4], 8: [1, 2]}
 #: What all of those take for each parameter: it, its gradient and, mostly, a bucket.
 _BYTES = 4 * (2 + 3 + 2 + 3 + 3)
 
@@ -77,14 +79,14 @@ def _available_bytes() -> int:
 
 
 def threads(
-    names: list[str], worlds: list[int], threads: list[int], rounds: int, seconds: float
+    names: list[str], threads: dict[int, list[int]], rounds: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Measures the named models with each number of ranks, and of threads in each of them."""
+    """Measures the named models with numbers of threads, given by the number of ranks."""
     tables = []
-    for world in worlds:
+    for world, counts in threads.items():
         tables += run_distributed(
             _measure_threads,
-            (names, threads, rounds, seconds),
+            (names, counts, rounds, seconds),
             nproc_per_node=world,
             launcher="spawn",
         )[0]

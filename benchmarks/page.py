@@ -272,7 +272,10 @@ def _threads(tables: list[dict[str, Any]]) -> str:
     counts = sorted({table["threads"] for table in tables})
     ratios = {(t["model"], t["ranks"], t["threads"]): t["ratios"][_SHM] for t in tables}
     rows = [
-        [model, ranks, *(f"{ratios[model, ranks, count]:.2f}" for count in counts)]
+        [
+            *(model, ranks),
+            *(f"{ratios[key]:.2f}" if (key := (model, ranks, n)) in ratios else "" for n in counts),
+        ]
         for model, ranks in dict.fromkeys((model, ranks) for model, ranks, _ in ratios)
     ]
     header = ["Model", "Ranks", *(f"{n} thread{'s' if n > 1 else ''}" for n in counts)]

@@ -22,7 +22,7 @@ from torchbearer.callbacks import (
 
 from tests.programs import Stopped, assert_same, build, failing, network, outcome, train
 from tests.ranks import ranks, run_ranks
-from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly
+from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, data_parallel
 from torchbearer_ddp.checkpoints import contents, file
 from torchbearer_ddp.checkpoints.writer import finish_writing
 from torchbearer_ddp.group import collectives, stop_request
@@ -527,3 +527,17 @@ def test_time_decides_on_all_ranks_alike(tmp_path):
     seconds = time.monotonic() - stepped[0]
     collectives.barrier()
     assert 1 <= len(names(tmp_path)) <= 1 + seconds / 0.2
+
+
+def test_time_decides_in_one_process_where_no_gradient_is_exchanged(tmp_path):
+    options = {"every_seconds": 1e-9, "background": False, "keep": None, "monitor": None}
+    model = torch.nn.Linear(2, 1)
+    trial = torchbearer.Trial(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.nn.functional.mse_loss,
+        callbacks=[*data_parallel(every=4), Checkpoint(tmp_path, every_epochs=None, **options)],
+        verbose=0,
+    )
+    trial.with_train_generator([(torch.ones(4, 2), torch.ones(4, 1))] * 3).run(1)
+    assert names(tmp_path) == {f"step-000000{step}.pt" for step in (1, 2, 3)}

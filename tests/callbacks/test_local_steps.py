@@ -200,21 +200,41 @@ def test_a_stop_travels_with_the_next_average():
     assert torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.parametrize("batch", [1, 3, 5])
-def test_a_checkpoint_between_two_averages_resumes_exactly(two_ranks, batch, tmp_path):
+class UsesExtraAt(Callback):
+    """Lets the model use its extra layer in one batch of an epoch only."""
+
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.at = epoch, batch
+
+    def on_sample(self, state):
+        here = state[torchbearer.EPOCH], state[torchbearer.BATCH]
+        state[torchbearer.MODEL].uses_extra = here == self.at
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5, 6])
+@pytest.mark.parametrize("every", [3, 4])
+def test_a_checkpoint_between_two_averages_resumes_exactly(two_ranks, batch, every, tmp_path):
     def body(folder):
         def saving():
             return Checkpoint(folder, every_steps=1, background=False, monitor=None)
 
-        expected, trial = make_trial(3, "Adam", size=4 - 2 * collectives.rank())
+        def make(*callbacks):
+            size = 4 - 2 * collectives.rank()
+            # A layer that is not touched again before the next average.
+            extra = UsesExtraAt(1, batch - 1)
+            return make_trial(every, "Adam", [extra, *callbacks], size=size)
+
+        expected, trial = make()
         trial.run(3)
-        size = 4 - 2 * collectives.rank()
-        _, trial = make_trial(3, "Adam", [saving(), KillAt(1, batch)], size=size)
+        _, trial = make(saving(), KillAt(1, batch))
         with pytest.raises(Killed):
             trial.run(3)
-        model, trial = make_trial(3, "Adam", [saving()], size=size)
+        model, trial = make(saving())
         trial.run(3)
         assert torch.equal(flat(model), flat(expected))
+        everyone = collectives.all_gather(flat(model), "parameters")
+        assert torch.equal(everyone[0], everyone[1])
 
     two_ranks.run(body, (str(tmp_path),))
 

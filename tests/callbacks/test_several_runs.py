@@ -86,6 +86,33 @@ def test_what_has_changed_on_one_rank_is_made_anew_on_all():
     assert_close(ours, one)
 
 
+class Scale(nn.Module):
+    """A parameter that may have any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x.mean(1, keepdim=True) * self.factors.mean() + self.bias
+
+
+@on_every_transport
+def test_a_parameter_that_was_given_other_data_gets_other_buckets():
+    def trained(callbacks, data):
+        model = Scale()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss = nn.functional.l1_loss
+        data = [(x, y.mean(1, keepdim=True)) for x, y in data]
+        trial = Trial(model, optimizer, loss, callbacks=callbacks, verbose=0)
+        trial.with_train_generator(data).run(1)
+        model.factors.data = torch.full((7,), 0.5)
+        trial.run(2)
+        return model
+
+    assert_close(trained(sync(), mine()), trained([], joined()))
+
+
 @on_every_transport
 def test_a_run_after_one_that_failed_in_backward_makes_its_own():
     ours, one = net(), net()

@@ -580,6 +580,54 @@ def test_a_batch_that_one_rank_skips():
     assert_close(model, one)
 
 
+def without_rank_1(batch):
+    """A batch of one process without the samples of rank 1."""
+    return tuple(torch.cat([each[:SIZE], each[2 * SIZE :]]) for each in batch)
+
+
+def together(*data):
+    return tuple(map(torch.cat, zip(*data, strict=True)))
+
+
+@on_every_transport
+def test_a_lone_last_batch_that_counts_nothing_on_one_rank():
+    def weight(state):
+        is_empty = state[torchbearer.BATCH] == 2 and collectives.rank() == 1
+        return 0.0 if is_empty else float(len(state[torchbearer.X]))
+
+    ours, one = net(widths=(6, 8, 8, 2)), net(widths=(6, 8, 8, 2))
+    callbacks = sync(accumulate=2, weight=weight, bucket_mb=1e-4)
+    run(ours, callbacks, mine()[:3], epochs=2)
+    first, second, last = joined()[:3]
+    run(one, [], [together(first, second), without_rank_1(last)], epochs=2)
+    assert_close(ours, one)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_batch_that_is_skipped_after_its_loss_counts_nothing(clears, transport_ranks):
+    @on_every_transport
+    def body():
+        def closure(state):
+            state[torchbearer.OPTIMIZER].zero_grad()
+            predicted = state[torchbearer.MODEL](state[torchbearer.X])
+            state[torchbearer.LOSS] = nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE])
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+            if state[torchbearer.BATCH] == 1 and collectives.rank() == 1:
+                if clears:
+                    state[torchbearer.OPTIMIZER].zero_grad()
+                return
+            state[torchbearer.LOSS].backward()
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+        ours, one = net(), net()
+        run(ours, sync(accumulate=2, loss="mean"), mine(), closure=closure)
+        first, second, *others = joined()
+        run(one, [], [together(first, without_rank_1(second)), together(*others)])
+        assert_close(ours, one)
+
+    body(transport_ranks)
+
+
 @on_every_transport
 def test_a_backward_pass_that_fails_on_one_rank_alone():
     def fail(_):

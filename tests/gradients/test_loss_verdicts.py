@@ -14,7 +14,9 @@ from tests.log_lines import LogLines
 from tests.ranks import ranks
 from torchbearer_ddp import Checkpoint, data_parallel
 from torchbearer_ddp.gradients import loss_verdicts
-from torchbearer_ddp.gradients.loss_verdicts import _differs
+from torchbearer_ddp.gradients.loss import Verdict
+from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts, _differs
+from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.group import collectives
 
 SAMPLES, BATCH = 48, 12
@@ -258,3 +260,16 @@ def test_what_two_batches_show(known, later, differs):
 
 def test_ignored_targets_of_a_later_batch_are_no_other_kind():
     assert not _differs("mean", "weighted", nn.CrossEntropyLoss())
+
+
+def test_a_loss_that_cannot_be_told_yet_does_not_get_the_kind_of_the_next_one(monkeypatch):
+    found = {"first": Verdict("unknown", "all are zero", later=True), "second": Verdict("sum")}
+    monkeypatch.setattr(loss_verdicts, "_examine", lambda criterion, _: found[criterion])
+    losses = LossVerdicts(None, None, None)
+    with LogLines() as lines:
+        for number, criterion in enumerate(found):
+            loss = torch.ones(1, requires_grad=True)
+            losses.find({torchbearer.LOSS: loss, torchbearer.CRITERION: criterion}, number)
+    assert losses.average(0) is Average.WEIGHTED
+    assert losses.average(1) is Average.SUM
+    assert not any("of the steps before were averaged" in line for line in lines)

@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,7 +10,7 @@ from tests.ranks import ranks
 from torchbearer_ddp import log
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.join import join_single, leave
-from torchbearer_ddp.group.membership import Member
+from torchbearer_ddp.group.membership import Member, adopted, current
 
 
 class Records(logging.Handler):
@@ -68,3 +69,19 @@ def test_a_run_of_one_rank_has_a_device_and_no_group():
     assert collectives.device() == torch.device("cpu")
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
     leave()
+
+
+@ranks(2)
+def test_channels_that_are_closed_with_a_script_may_be_of_other_ranks(tmp_path):
+    rank = collectives.rank()
+    leave()
+    file = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2)
+    group = adopted() or current()
+    first, both = group.channel_between([0]), group.channel_between([0, 1], 1)
+    dist.barrier()
+    group.close_channels()
+    with pytest.raises(ValueError, match="group"):
+        dist.get_backend(both)
+    assert (first == dist.GroupMember.NON_GROUP_MEMBER) == (rank == 1)
+    dist.destroy_process_group()

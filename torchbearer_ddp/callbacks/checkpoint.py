@@ -288,10 +288,10 @@ class Checkpoint(OrderedCallback):
 
     def _is_wished(self) -> bool:
         """What rank zero wishes, on all ranks alike."""
-        if self._gradients is not None:
-            return self._gradients.granted(self._wish)
         if collectives.world_size() == 1:
             return self._wishes_to_save()
+        if self._gradients is not None:
+            return self._gradients.granted(self._wish)
         if self._schedule.every_seconds is None:
             return False
         return collectives.any_rank(self._wishes_to_save(), "the checkpoint's clock")

@@ -108,16 +108,17 @@ class LocalExchange(StepExchange):
             self.settle(state)
 
     def local_states(self) -> dict[str, Any]:
-        """Where this rank is between two averages."""
-        return {"window": self.window}
+        """Where this rank is between two averages, and what its steps have changed so far."""
+        return {"window": self.window, "replicas": self._replicas.place_in(self._state)}
 
     def end(self) -> None:
         """Ends what a run has changed for the whole process."""
         super().end()
         self._replicas.close()
+        self._replicas.regular = 0.0
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(parameter.grad is not None for parameter in trained.parameters_of(optimizer))
+        return self.accumulation.has_new_gradient(trained.parameters_of(optimizer))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Notes what an optimizer is about to change."""

@@ -69,7 +69,8 @@ class LossVerdicts:
         self.kinds: list[str] = []
         #: The criterion and reduction of each; a description if found before a restart.
         self._criteria: list[tuple[Any, str | None]] = []
-        self._tries = 0
+        #: How often each of them was looked at in vain.
+        self._tries: dict[int, int] = {}
         self._seen = 0
         #: The epoch and batch of the last look, and the losses that were looked at there.
         self._place = (-1, -1)
@@ -151,17 +152,20 @@ class LossVerdicts:
         )
         everyone = collectives.all_gather(astuple(mine), "the kind of the loss")
         agreed = combine([Verdict(*each) for each in everyone])
-        self._tries += 1
-        if agreed.later and self._tries < _TRIES:
+        tries = self._tries[number] = self._tries.get(number, 0) + 1
+        if agreed.later and tries < _TRIES:
             del self.kinds[number:], self._criteria[number:]  # what was known of another loss
-            if self._tries == 1:
+            if tries == 1:
                 announce(
                     f"it cannot be told yet whether the loss is a mean or a sum ({agreed.reason}); "
                     "it is taken for a mean until a later batch tells"
                 )
             return
-        late = self._tries > 1 and agreed.kind == "sum"
-        self._tries = 0
+        late = tries > 1 and agreed.kind == "sum"
+        del self._tries[number]
+        while len(self.kinds) < number:  # a batch could not tell those before it
+            self.kinds.append("unknown")
+            self._criteria.append((None, None))
         self.kinds[number:] = [agreed.kind]
         self._criteria[number:] = [(criterion, _reduction(criterion))]
         if late:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from torchbearer_ddp import checked
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import RankReport, StepSummary
@@ -40,7 +42,10 @@ class ReplicaAverage:
         self._carriers: dict[str, torch.nn.Parameter] = {}
         self._marks = Marks()
         self._reducer: Reducer | None = None
-        self._regular = 0.0
+        #: Names of those that were changed before a restart.
+        self._changed_before: set[str] = set()
+        #: The weight of a regular window, the same on every rank; 0 as long as it is not known.
+        self.regular = 0.0
 
     def close(self) -> None:
         """Releases the buckets."""
@@ -57,7 +62,7 @@ class ReplicaAverage:
         """
         named = dict(trained.parameters(state, self._skip))
         parameters = {name: each.data for name, each in named.items() if each.is_floating_point()}
-        changed = [name for name in parameters if id(named[name]) in self.changed]
+        changed = self._names_of_changed(named)
         states = _states(state, {id(each): name for name, each in named.items()})
         layout = [changed, *(_describe(name, each) for name, each in states.items())]
         tensors = {**parameters, **states}
@@ -80,6 +85,26 @@ class ReplicaAverage:
                 carrier.grad = None
         return summary
 
+    def place_in(self, state: Any) -> ReplicaPlace:
+        """What a checkpoint must hold of it, for a run with this state."""
+        return ReplicaPlace(self, state)
+
+    def load(self, changed: Iterable[str], regular: float) -> None:
+        """Takes what a run before a restart had changed, and its regular weight."""
+        self._changed_before, self.regular = set(changed), regular
+
+    def names_of_changed(self, state: Any) -> list[str]:
+        """The names of the parameters that the steps of this rank have changed."""
+        return self._names_of_changed(dict(trained.parameters(state, self._skip)))
+
+    def _names_of_changed(self, named: dict[str, torch.nn.Parameter]) -> list[str]:
+        return [
+            name
+            for name, each in named.items()
+            if each.is_floating_point()
+            and (id(each) in self.changed or name in self._changed_before)
+        ]
+
     def _fit(self, tensors: Tensors) -> bool:
         """True if this rank has all that the reducer averages, as it was."""
         return all(
@@ -99,7 +124,7 @@ class ReplicaAverage:
         mine = {
             "changed": changed,
             "states": {name: _describe(name, each) for name, each in states.items()},
-            "weight": report.weight,
+            "weight": max(report.weight, self.regular),
         }
         everyone = collectives.all_gather(mine, "what the steps of each rank have changed")
         self.close()
@@ -109,12 +134,12 @@ class ReplicaAverage:
             if all(each["states"].get(name) == kind for each in everyone):
                 names.append(name)
         self._carriers = {name: torch.nn.Parameter(tensors[name].detach()) for name in names}
-        self._regular = max(each["weight"] for each in everyone) or 1.0
+        self.regular = max(each["weight"] for each in everyone) or 1.0
         self._reducer = Reducer(
             group,
             [Trained(each) for each in self._carriers.values()],
             self._options,
-            Weights(group.member.world_size, self._regular),
+            Weights(group.member.world_size, self.regular),
             self._marks,
         )
 
@@ -125,9 +150,9 @@ class ReplicaAverage:
             carrier.grad = carrier.data if report.regroup else tensors[name]
         self._marks.begin_step()
         summary = self._reducer.reduce(report, average)
-        if max(summary.weights) > self._regular:
-            self._regular = max(summary.weights)
-            self._reducer.weights = Weights(len(summary.weights), self._regular)
+        if max(summary.weights) > self.regular:
+            self.regular = max(summary.weights)
+            self._reducer.weights = Weights(len(summary.weights), self.regular)
         return summary
 
     @staticmethod
@@ -140,6 +165,24 @@ class ReplicaAverage:
                 "Every rank must take the same number of steps: look for a batch or a step that "
                 "only some ranks skip."
             )
+
+
+class ReplicaPlace:
+    """What steps have changed on this rank, as a part of a checkpoint."""
+
+    def __init__(self, replicas: ReplicaAverage, state: Any) -> None:
+        self._replicas = replicas
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The changed parameters by name, and the weight of a regular window."""
+        changed = self._replicas.names_of_changed(self._state) if self._state else []
+        return {"changed": changed, "regular": self._replicas.regular}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` gave."""
+        changed = checked.items(checked.text())(saved["changed"], "what local steps have changed")
+        self._replicas.load(changed, float(saved["regular"]))
 
 
 def _states(state: Any, names: dict[int, str]) -> Tensors:

@@ -20,7 +20,7 @@ class _Kept:
     reducer: Reducer
     group: Group
     channel: Any
-    parameters: list[int]
+    parameters: list[Any]
     trained: Sequence[Trained]
 
 
@@ -49,7 +49,7 @@ class Spare:
         if last is not None and last is not self:
             last.drop()
         _Last.spare = weakref.ref(self)
-        self._kept = _Kept(reducer, group, group.gradients, _identities(named), trained)
+        self._kept = _Kept(reducer, group, group.gradients, _kinds(named), trained)
 
     def drop(self) -> None:
         """Lets go of what is kept."""
@@ -63,7 +63,7 @@ class Spare:
             and kept.group is group
             and not group.broken
             and kept.channel is group.gradients  # it is renewed after a failed backward pass
-            and kept.parameters == _identities(named)
+            and kept.parameters == _kinds(named)
             and not kept.reducer.is_outdated
         )
 
@@ -86,5 +86,6 @@ class _Last:
     spare: weakref.ref[Spare] | None = None
 
 
-def _identities(named: Named) -> list[int]:
-    return [id(parameter) for _, parameter in named]
+def _kinds(named: Named) -> list[Any]:
+    """What buckets depend on: between two runs parameters may be moved, or be given other data."""
+    return [(id(p), p.dtype, p.device, p.shape, p.stride()) for _, p in named]

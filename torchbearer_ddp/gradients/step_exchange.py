@@ -13,7 +13,7 @@ from torchbearer_ddp.gradients.averager import Averager
 from torchbearer_ddp.gradients.header import RankReport, StepSummary
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
 from torchbearer_ddp.gradients.optimizer_steps import OptimizerSteps
-from torchbearer_ddp.gradients.weights import Average
+from torchbearer_ddp.gradients.weights import Average, counts_nothing
 from torchbearer_ddp.gradients.wishes import Wishes
 from torchbearer_ddp.group import collectives, membership, stop_request, trained
 from torchbearer_ddp.group.membership import Group
@@ -109,8 +109,10 @@ class StepExchange:
         average, weight = self._prepare(state)
         if self.accumulation.is_used:
             self.accumulation.restore(average, weight)
-            # Gradients of several batches are not complete before they are divided.
-            if self.accumulation.holds_gradients or self.accumulation.goes_on(state):
+            # Gradients of several batches are not complete before they are divided, and those of a
+            # batch that counts nothing are taken away again.
+            is_held = self.accumulation.holds_gradients or self.accumulation.goes_on(state)
+            if is_held or counts_nothing(average, weight):
                 return
         self.averager.begin(average, weight)
 
@@ -206,8 +208,8 @@ class StepExchange:
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if the batch has made gradients of what an optimizer trains."""
         own = trained.parameters_of(optimizer)
-        if self.group is None:
-            return any(parameter.grad is not None for parameter in own)
+        if self.group is None or self.accumulation.is_used:
+            return self.accumulation.has_new_gradient(own)
         return self.averager.has_new_gradient(frozenset(map(id, own)))
 
     def _share(self, state: Any, result: Any) -> Any:

@@ -157,7 +157,8 @@ def _close_adopted() -> None:
     """
     group = membership.adopted()
     if group is not None and group.pid == os.getpid() and not group.broken:
-        with contextlib.suppress(LaunchError):  # a message that no rank receives is still pending
+        # A message that no rank receives is still pending, or this Python starts no more threads.
+        with contextlib.suppress(LaunchError, RuntimeError):
             in_time(group.close_channels, time.monotonic() + _CLOSE_SECONDS, "a message is pending")
 
 

@@ -130,11 +130,13 @@ class Group:
 
     def close_channels(self) -> None:
         """Closes the channels on gloo, once their threads have put down what they last carried."""
-        made = [*(self._channels or ()), *self._between.values()]
+        made = [*(self._channels or ()), *self._between.values(), *self._abandoned]
         self._channels = None
         self._between.clear()
+        self._abandoned.clear()
         if dist.is_initialized() and self.torch_group is dist.group.WORLD:
-            for channel in made:
+            own = [each for each in made if each != dist.GroupMember.NON_GROUP_MEMBER]
+            for channel in own:
                 if dist.get_backend(channel) == "gloo":
                     dist.destroy_process_group(channel)
         else:  # the user has destroyed it, and only these references keep its threads
