@@ -49,7 +49,8 @@ class ForkedProcess:
 
 def handlers() -> dict[int, Any]:
     """The handlers that are in force for the signals which a launcher handles."""
-    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGWINCH)
+    names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
+    signums = [signal.Signals[name] for name in names]
     return {int(signum): signal.getsignal(signum) for signum in signums}
 
 
