@@ -16,8 +16,10 @@ from torchbearer_ddp.group import collectives, layouts
 #: How much a device looks at in one go; words take a few times this memory.
 _PIECE_BYTES = 64 * 2**20
 _WORD_BYTES = 8
-#: A prime, so that the rows of a matrix do not fall into the same columns if they change places.
-_COLUMNS = 4093
+#: Primes, so that the rows of a matrix do not fall into the same columns if they change places. The
+#: sums of few columns take little time to check, and those of many little time to add.
+_FEW_COLUMNS, _MANY_COLUMNS = 509, 4093
+_LARGE_BYTES = 2**22
 #: An odd number with bits all over a word.
 _MIX = 0x1E3779B97F4A7C15
 
@@ -72,8 +74,9 @@ def _host_checksum(data: numpy.typing.NDArray[numpy.uint8], crc: int) -> int:
 
     Words are added in columns, which is as fast as memory, and the sums go into the CRC.
     """
-    whole = len(data) - len(data) % (_COLUMNS * _WORD_BYTES)
-    columns: Any = data[:whole].view(numpy.int64).reshape(-1, _COLUMNS).sum(axis=0)
+    count = _MANY_COLUMNS if len(data) >= _LARGE_BYTES else _FEW_COLUMNS
+    whole = len(data) - len(data) % (count * _WORD_BYTES)
+    columns: Any = data[:whole].view(numpy.int64).reshape(-1, count).sum(axis=0)
     return zlib.crc32(data[whole:], zlib.crc32(columns, crc))  # type: ignore[arg-type]
 
 

@@ -74,10 +74,20 @@ def parameters(state: Any, skip: Iterable[Any] = ()) -> Named:
     """
     seen = {id(parameter) for each in skip for parameter in parameters_of(each)}
     found: Named = []
-    for name, parameter in _all_parameters(state):
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            found.append((name, parameter))
+    things = list(walk(state))
+    for prefix, thing in things:
+        if isinstance(thing, torch.nn.Module):
+            for name, parameter in thing.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found.append((_full_name(prefix, name), parameter))
+    for name, thing in things:
+        if isinstance(thing, torch.optim.Optimizer):
+            for g, group in enumerate(thing.param_groups):
+                for p, parameter in enumerate(group["params"]):
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        found.append((f"{name}.param_groups[{g}]['params'][{p}]", parameter))
     return found
 
 
@@ -100,16 +110,6 @@ def parameters_of(thing: Any) -> list[torch.nn.Parameter]:
     if isinstance(thing, torch.optim.Optimizer):
         return [parameter for group in thing.param_groups for parameter in group["params"]]
     return [thing]
-
-
-def _all_parameters(state: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for prefix, module in modules(state).items():
-        for name, parameter in module.named_parameters():
-            yield _full_name(prefix, name), parameter
-    for name, optimizer in optimizers(state).items():
-        for g, group in enumerate(optimizer.param_groups):
-            for p, parameter in enumerate(group["params"]):
-                yield f"{name}.param_groups[{g}]['params'][{p}]", parameter
 
 
 def _full_name(prefix: str, name: str) -> str:
