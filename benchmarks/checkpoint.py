@@ -50,9 +50,10 @@ def seconds(action: Callable[[], Any]) -> float:
 def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float]]:
     """The seconds of every round, by mode of saving."""
     model = Wide(megabytes)
+    options: dict[str, Any] = {"monitor": None, "keep": 1, "every_epochs": None}
     modes = {
-        "background": Checkpoint(folder / "background", monitor=None, keep=1),
-        "foreground": Checkpoint(folder / "foreground", monitor=None, keep=1, background=False),
+        "background": Checkpoint(folder / "background", **options),
+        "foreground": Checkpoint(folder / "foreground", background=False, **options),
     }
     times: dict[str, list[float]] = {
         "torch.save": [],
@@ -60,28 +61,32 @@ def measure(megabytes: float, rounds: int, folder: Path) -> dict[str, list[float
         **{mode: [] for mode in modes},
     }
 
-    @on_step_training
-    def save(state: Any) -> None:
-        path = folder / "plain.pt"
+    def trial(name: str) -> torchbearer.Trial:
+        @on_step_training
+        def save(state: Any) -> None:
+            times[name].append(seconds(lambda: modes[name]._save_step(state)))
+            finish_writing()
+            os.sync()
+
+        made = torchbearer.Trial(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            torch.nn.functional.mse_loss,
+            callbacks=[save, modes[name]],
+            verbose=0,
+        )
+        return made.with_train_generator([(torch.zeros(1, 1), torch.zeros(1, 1))])
+
+    trials = [trial(name) for name in modes]
+    path = folder / "plain.pt"
+    for number in range(1, rounds + 2):
         path.unlink(missing_ok=True)
         times["torch.save"].append(seconds(lambda: torch.save(model.state_dict(), path)))
         os.sync()
         path.unlink()
         times["torch.save + fsync"].append(seconds(lambda: save_durably(model, path)))
-        for name, checkpoint in modes.items():
-            times[name].append(seconds(lambda c=checkpoint: c.save_now(state)))  # type: ignore[misc]
-            finish_writing()
-            os.sync()
-
-    trial = torchbearer.Trial(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        torch.nn.functional.mse_loss,
-        callbacks=[save, *modes.values()],
-        verbose=0,
-    )
-    data = torch.utils.data.TensorDataset(torch.zeros(rounds + 1, 1), torch.zeros(rounds + 1, 1))
-    trial.with_train_generator(torch.utils.data.DataLoader(data)).run(1)
+        for each in trials:
+            each.run(number)
     return {name: values[1:] for name, values in times.items()}  # the first round warms up
 
 

@@ -73,13 +73,11 @@ def save_at(places: list[int], count: int, workers: int, way: str, folder: Path)
 
     @on_step_training
     def save(state: Any) -> None:
-        if checkpoint.global_step in places:
-            checkpoint.save_now(state)
-        if checkpoint.global_step == max(places):
+        if checkpoint.global_step == max(places):  # saved at the end of the step before
             raise Reached
+        if checkpoint.global_step + 1 in places:
+            checkpoint.save_now(state)
 
-    # It counts the steps after all others, unless it is called before them.
-    checkpoint.order = {**Checkpoint.order, "on_step_training": -1000}  # type: ignore[misc]
     try:
         trial(count, workers, way, checkpoint, save).run(1)
     except Reached:

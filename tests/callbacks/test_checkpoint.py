@@ -15,12 +15,14 @@ from torchbearer.callbacks import (
     EarlyStopping,
     LambdaLR,
     MultiStepLR,
+    StepLR,
     TorchScheduler,
     on_sample,
     on_step_training,
+    on_step_validation,
 )
 
-from tests.programs import Stopped, assert_same, build, failing, network, outcome, train
+from tests.programs import EPOCHS, Stopped, assert_same, build, failing, network, outcome, train
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp import Checkpoint, CheckpointError, RankZeroOnly, data_parallel
 from torchbearer_ddp.checkpoints import contents, file
@@ -541,3 +543,49 @@ def test_time_decides_in_one_process_where_no_gradient_is_exchanged(tmp_path):
     )
     trial.with_train_generator([(torch.ones(4, 2), torch.ones(4, 1))] * 3).run(1)
     assert names(tmp_path) == {f"step-000000{step}.pt" for step in (1, 2, 3)}
+
+
+def test_a_run_after_one_that_was_refused_is_refused_too(tmp_path):
+    train(tmp_path, epochs=1)
+    before = names(tmp_path)
+    trial = build(Checkpoint(tmp_path, resume=False))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"resume=False .* epoch-0001\.pt"):
+            trial.run(2)
+    assert names(tmp_path) == before
+    assert not trial.state[torchbearer.HISTORY]
+
+
+@ranks(2)
+def test_save_now_saves_the_step_in_which_it_is_called(tmp_path):
+    def trained(folder, *callbacks):
+        checkpoint = Checkpoint(folder, every_epochs=None, monitor=None, keep=None)
+
+        @on_step_training
+        def ask(state):
+            if checkpoint.global_step + 1 == 6:  # counted after this hook
+                checkpoint.save_now(state)
+
+        # A scheduler after it in the list steps in the same hook.
+        trial = build(ask, checkpoint, StepLR(1, 0.9, step_on_batch=True), *callbacks)
+        trial.run(EPOCHS)
+        return outcome(trial)
+
+    expected = trained(tmp_path / "whole")
+    with pytest.raises(Stopped):
+        trained(tmp_path / "cut", failing(10))
+    finish_writing()
+    collectives.barrier()
+    assert names(tmp_path / "cut") == {"step-0000006.pt"}
+    assert_same(trained(tmp_path / "cut"), expected)
+
+
+@ranks(2)
+def test_a_validation_that_one_rank_cuts_short_is_not_saved(tmp_path):
+    @on_step_validation
+    def stop(state):
+        state[torchbearer.STOP_TRAINING] = collectives.rank() == 1
+
+    train(tmp_path, [stop], keep=None)
+    collectives.barrier()
+    assert names(tmp_path) == set()

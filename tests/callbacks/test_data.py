@@ -499,3 +499,35 @@ def test_without_a_group_loaders_are_untouched():
     trial.predict()
     for key in (torchbearer.TRAIN_DATA, torchbearer.VALIDATION_DATA, torchbearer.TEST_DATA):
         assert trial.state[key] == (loader, 4)
+
+
+@ranks(2)
+def test_a_loader_that_is_set_again_is_evaluated_as_a_whole():
+    seen = Seen()
+    trial = make_trial(seen)
+    loader = DataLoader(numbers(40), batch_size=4)
+    for _ in range(3):
+        trial.with_val_generator(loader).evaluate()
+        trial.evaluate()  # and where it is not set again
+    for count in (24, 40):
+        trial.with_test_generator(DataLoader(numbers(count), batch_size=4), steps=count // 4)
+        trial.predict()
+    sets = [
+        sorted(itertools.chain(*itertools.chain(*rows)))
+        for rows in zip(*everyone(seen.evaluated), strict=True)
+    ]
+    assert sets == [[*range(40)]] * 6 + [[*range(24)], [*range(40)]]
+
+
+@ranks(2)
+def test_a_number_of_steps_is_that_of_all_ranks_each_time():
+    seen = Seen()
+    trial = make_trial(seen).with_val_generator(DataLoader(numbers(40), batch_size=4), steps=6)
+    trial.evaluate()
+    trial.evaluate()
+    trial.with_val_generator(
+        DataLoader(numbers(40), batch_size=4)
+    ).evaluate()  # 6, as torchbearer does
+    trial.for_val_steps(10).evaluate()
+    counts = [sum(map(len, rows)) for rows in zip(*everyone(seen.evaluated), strict=True)]
+    assert counts == [6, 6, 6, 10]

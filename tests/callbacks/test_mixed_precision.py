@@ -741,3 +741,21 @@ def test_shards_and_a_checkpoint(tmp_path, two_ranks):
 
     first, second = two_ranks.run(body, (tmp_path,))
     assert [epoch["loss"] for epoch in first] == [epoch["loss"] for epoch in second]
+
+
+def test_a_save_after_the_last_step_of_an_epoch_knows_what_was_skipped():
+    precision = MixedPrecision("fp16", **CALIBRATING)
+    counts = []
+
+    class Counts(Callback):
+        def on_start_validation(self, state):  # where a signal with the last step saves
+            counts.append(precision.state_dict()["skipped_steps"])
+
+        def on_start_epoch(self, state):
+            counts.append(precision.state_dict()["skipped_steps"])
+
+    trial = one_trial(precision, Counts())
+    history = trial.with_val_data(*batches(Case(), 0, 1)[0]).run(2)
+    skipped = [epoch["skipped_steps"] for epoch in history]
+    assert skipped[0] > 0
+    assert counts == [0, skipped[0], 0, skipped[1]]

@@ -14,7 +14,7 @@ import torchbearer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torchbearer import Trial
-from torchbearer.callbacks import on_step_training
+from torchbearer.callbacks import AggregatePredictions, Callback, on_step_training
 
 from tests.ranks import ranks, run_ranks
 from tests.requirements import unavailable
@@ -405,3 +405,25 @@ def test_checkpoint_keeps_the_step(tmp_path):
     run_ranks(checkpointed, 2, (str(tmp_path), 1))
     run_ranks(checkpointed, 2, (str(tmp_path), 2))
     assert steps(read(tmp_path / "logs"), "batch/running_loss") == list(range(1, 2 * STEPS + 1))
+
+
+@pytest.mark.parametrize("hook", ["on_end_epoch", "on_step_training"])
+def test_an_evaluation_inside_of_a_run_leaves_the_points_of_the_run(tmp_path, hook):
+    class Evaluates(Callback):
+        is_inside = False
+
+        def call(self, state):
+            if not self.is_inside:
+                self.is_inside = True
+                state[torchbearer.SELF].evaluate(data_key=torchbearer.VALIDATION_DATA)
+                self.is_inside = False
+
+    setattr(Evaluates, hook, Evaluates.call)
+    trial_with(Evaluates(), TensorBoard(tmp_path, write_graph=False)).run(2)
+    events = read(tmp_path)
+    assert steps(events, "epoch/val_loss") == [STEPS, 2 * STEPS]
+
+
+def test_predictions_that_a_run_collects_leave_its_points(tmp_path):
+    trial_with(AggregatePredictions(), TensorBoard(tmp_path, write_graph=False)).run(2)
+    assert steps(read(tmp_path), "epoch/loss") == [STEPS, 2 * STEPS]

@@ -155,10 +155,10 @@ class Checkpoint(OrderedCallback):
             collectives.from_rank_zero(self._saver.open, "a checkpoint")
             step = self._runs.begin(state, self._global_step)
         else:
-            self._opened = True
             # An attempt of the same launch has saved: what was asked for was done there.
             resume = "auto" if launcher.is_restarted() else self._resume
             step = self._runs.begin_first(state, partial(self._find, resume), resume)
+            self._opened = True  # not before: a run after one that was refused asks again
         if step != self._global_step:  # of a checkpoint
             self._global_step = self._schedule.saved_step = step
         self._schedule.restart_clock()
@@ -198,7 +198,7 @@ class Checkpoint(OrderedCallback):
         due = self._is_due or self._schedule.is_due_at_step(self._global_step)
         self._is_due = self._is_wished() or due or self._is_stopped_by_signal(state)
         if self._is_due and not holds_gradients:  # held gradients would not be in the file
-            self.save_now(state)
+            self._save_step(state)
 
     def on_end_training(self, state: Any) -> None:
         """Before all others: an epoch that had no step left to do has its number of steps again."""
@@ -217,6 +217,8 @@ class Checkpoint(OrderedCallback):
         """The epoch is in the history, and every callback is done with it."""
         if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = True
+        if self._gradients is not None and state[torchbearer.STOP_TRAINING]:  # agreed by now
+            self._cut_short = collectives.any_rank(self._cut_short, "a validation cut short")
         self._save(state, lambda: self._names_for_epoch(state), None)
 
     def on_end(self, state: Any) -> None:
@@ -226,7 +228,7 @@ class Checkpoint(OrderedCallback):
         unsaved = self._schedule.saved_step != self._global_step
         epoch_is_open = len(state[torchbearer.HISTORY]) == state[torchbearer.EPOCH]
         if unsaved and epoch_is_open and self._is_stopped_by_signal(state):
-            self.save_now(state)  # a signal with the last step of an epoch, before validation
+            self._save_step(state)  # a signal with the last step of an epoch, before validation
         self._saver.finish()
         self._saver.close()
         self._runs.end(state, self._global_step)
@@ -235,13 +237,17 @@ class Checkpoint(OrderedCallback):
             stop_request.stop_polling()
 
     def save_now(self, state: Any) -> None:
-        """Saves after a training step, whatever the schedule says; every rank must call it.
+        """Asks to save at the end of this training step; every rank must call it.
 
-        To be called in ``on_step_training``, and not between batches whose gradients are added up.
+        To be called in ``on_step_training``. The file is written once all callbacks are done with
+        the step, and with ``accumulate`` at the next step of the optimizer.
 
         Args:
             state: The state of the running Trial.
         """
+        self._is_due = True
+
+    def _save_step(self, state: Any) -> None:
         self._save(state, lambda: [folder.step_name(self._global_step)], self._trace)
 
     @staticmethod

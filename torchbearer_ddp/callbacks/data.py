@@ -109,6 +109,8 @@ class ShardData(OrderedCallback):
         self.global_batch = global_batch
         #: The data of the Trial as it was written there, by key.
         self._entries: dict[Any, Any] = {}
+        #: By key of validation and test data the batches of all ranks together.
+        self._totals: dict[Any, int | None] = {}
         #: The state of the call in progress; evaluations inside a run have states of their own.
         self._outermost: Any = None
 
@@ -157,6 +159,11 @@ class ShardData(OrderedCallback):
 
     def leave(self) -> None:
         """After an exception too: the next call is not inside this one."""
+        if self._outermost is not None:
+            # torchbearer takes them for the steps of the next loader that it is given.
+            trial_state = self._outermost[torchbearer.SELF].state
+            for key, total in self._totals.items():
+                trial_state[DATA_KEYS[key][1]] = total
         self._outermost = None
 
     def _share(self, trial_state: Any, state: Any, key: Any, seed: int) -> None:
@@ -172,17 +179,25 @@ class ShardData(OrderedCallback):
             steps = len(shared) if is_all else given
             if not training and not is_all:
                 shared, steps = _of_steps(shared, given)
-        elif training or share.original is loader or self._entries.get(key) is entry:
-            return  # divided by the user's own sampler or data set, or in an earlier run
+        elif training or share.original is loader:
+            return  # divided in an earlier run, or by the user's own sampler or data set
+        elif self._entries.get(key) is entry:
+            self._write(key, trial_state, state)
+            return
         else:  # the steps were given after an earlier run, or shard() was called by the user
             is_all = key not in self._entries and given == len(loader)
             shared, steps = (loader, given) if is_all else _of_steps(loader, given)
-        # torchbearer copies the Trial's state into the run's state before each pass.
         self._entries[key] = (shared, steps)
+        if key in DATA_KEYS and not training:
+            self._totals[key] = given
+        self._write(key, trial_state, state)
+
+    def _write(self, key: Any, trial_state: Any, state: Any) -> None:
+        """Writes a share into the Trial's state, which torchbearer copies into the run's own."""
         for each in (trial_state, state):
             each[key] = self._entries[key]
             if key in DATA_KEYS:
-                each[DATA_KEYS[key][0]], each[DATA_KEYS[key][1]] = shared, steps
+                each[DATA_KEYS[key][0]], each[DATA_KEYS[key][1]] = self._entries[key]
 
     def _use_share(self, trial_state: Any, state: Any, key: Any) -> None:
         """Corrects the loader and steps that evaluate and predict put into the state before."""

@@ -155,6 +155,9 @@ class MixedPrecision(OrderedCallback):
                 f"{state[torchbearer.EPOCH]}, whose gradients were not finite; the loss scale is "
                 f"now {self._scaling.scale:g}"
             )
+
+    def on_checkpoint(self, state: Any) -> None:
+        """The epoch is over, and Checkpoint has not saved it yet."""
         self.skipped_steps = 0
 
     def on_sample_validation(self, state: Any) -> None:

@@ -86,7 +86,8 @@ class TensorBoard(Callback):  # type: ignore[misc]
         self._write_epoch_metrics = write_epoch_metrics
         self._batch_step_size = batch_step_size
         self._step = 0
-        self._training = False
+        #: The state of the run in progress; an evaluation inside of it has its own.
+        self._run_state: Any = None
         self._file = EventFile(self.log_dir)
         self._unwritten: set[str] = set()
         self._speed = _Speed()
@@ -108,8 +109,8 @@ class TensorBoard(Callback):  # type: ignore[misc]
 
     def on_start(self, state: Any) -> None:
         """Resets at the start: a previous run may have ended in an exception, before ``on_end``."""
-        self._training = False
-        self._speed = _Speed()
+        if self._run_state is None:  # else an evaluation inside of a run
+            self._speed = _Speed()
 
     def on_start_epoch(self, state: Any) -> None:
         """Starts the clock before the loader's iterator is made: loading is part of the time."""
@@ -117,9 +118,9 @@ class TensorBoard(Callback):  # type: ignore[misc]
 
     def on_start_training(self, state: Any) -> None:
         """Callbacks load checkpoints in ``on_start``, so the first step is known here."""
-        if self._training:
+        if self._run_state is not None:
             return
-        self._training = True
+        self._run_state = state
         # Without a saved state of this callback, the history still has the completed epochs.
         self._step = self._step or _steps_of(state[torchbearer.HISTORY])
         if collectives.is_rank_zero() and not self._file.in_session:
@@ -157,10 +158,11 @@ class TensorBoard(Callback):  # type: ignore[misc]
         ``evaluate`` also ends with this hook; its results have tags of their own. ``predict`` does
         too, but has no results to write.
         """
-        if torchbearer.FINAL_PREDICTIONS in state:
+        is_run = state is self._run_state
+        if torchbearer.FINAL_PREDICTIONS in state and not is_run:
             return
         if self._write_epoch_metrics and collectives.is_rank_zero():
-            kind = "epoch" if self._training else "evaluate"
+            kind = "epoch" if is_run else "evaluate"
             self._step = self._step or _steps_of(state[torchbearer.HISTORY])
             metrics = state[torchbearer.METRICS].items()
             # Running metrics are previews on this rank's data, which the steps have written.
@@ -169,8 +171,13 @@ class TensorBoard(Callback):  # type: ignore[misc]
 
     def on_end(self, state: Any) -> None:
         """Closes the file; a later run or evaluation of this Trial appends to it."""
-        self._training = False
-        self._file.close()
+        if self._run_state is None or state is self._run_state:
+            self._run_state = None
+            self._file.close()
+
+    def leave(self) -> None:
+        """A run may end in an exception, before ``on_end``."""
+        self._run_state = None
 
     def _add(self, values: dict[str, Any]) -> None:
         found: list[Any] = []

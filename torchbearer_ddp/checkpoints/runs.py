@@ -62,6 +62,7 @@ class Runs:
         :class:`~torchbearer_ddp.Checkpoint` was given: if that is a path, no other file is used.
         """
         refused: list[tuple[str, CheckpointError]] = []
+        self._pending = None  # of an earlier call that was refused
         while True:
             try:
                 path, payload = rank_state.sent_by_rank_zero(find, "a checkpoint")
