@@ -68,12 +68,10 @@ def choose(
         best, reason = _best(by_host, device, backend)
         wanted = best if requested == "auto" or len(everyone) == 1 else requested
         is_hooked = compression.hook is not None and len(everyone) > 1
-        # Inside one host a hook sees what each rank has, as in DistributedDataParallel.
-        between_hosts = best == "hierarchical" and compression.fits_slices
-        if wanted == best != backend and (not is_hooked or between_hosts):
+        if wanted == best != backend and (not is_hooked or _is_between_hosts(best, compression)):
             try:
-                line = _line(best, reason, compression)
-                return _shared(group, buckets, by_host, compression), line
+                shared = _shared(group, buckets, by_host, compression)
+                return shared, _line(best, reason, compression)
             except SegmentError as error:
                 reason = str(error)
     if is_hooked:
@@ -91,6 +89,11 @@ def choose(
     if compression.kind == POWERSGD and len(everyone) > 1:
         return HookTransport(group, buckets, compression), _line(backend, reason)
     return TorchTransport(group, buckets, backend, compression), _line(backend, reason)
+
+
+def _is_between_hosts(transport: str, compression: Compression) -> bool:
+    """True for a hook that need not see what each rank has: in one host it does, as in DDP."""
+    return transport == "hierarchical" and compression.fits_slices
 
 
 def _check(requested: str) -> None:
