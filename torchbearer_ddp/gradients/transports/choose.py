@@ -75,8 +75,7 @@ def choose(
             except SegmentError as error:
                 reason = str(error)
     if is_hooked:
-        hook = HookTransport(group, buckets, compression)
-        return hook, f"gradients: the hook {hook_name(compression.hook)}"
+        return HookTransport(group, buckets, compression), _line("", "", compression)
     if wanted == backend:
         reason = reason if wanted == best else "as requested"
     elif requested == "auto":
@@ -135,7 +134,9 @@ def _best(by_host: Hosts, device: str, backend: str) -> tuple[str, str]:
 
 
 def _line(name: str, reason: str, compression: Compression | None = None) -> str:
-    title = _TITLES.get(name, name)
-    if compression is not None and compression.hook is not None:
-        title = f"shared memory inside each host, {hook_name(compression.hook)} between hosts"
-    return f"gradients: {title} ({reason})"
+    if compression is None or compression.hook is None:
+        return f"gradients: {_TITLES.get(name, name)} ({reason})"
+    hook = hook_name(compression.hook)
+    if name:
+        return f"gradients: shared memory inside each host, {hook} between hosts ({reason})"
+    return f"gradients: the hook {hook}"
