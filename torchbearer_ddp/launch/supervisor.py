@@ -55,7 +55,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan, environment: Mapping[str, str], meeting: Meeting) -> None:
         self._plan, self._environment, self._meeting = plan, environment, meeting
-        #: Why this attempt has failed, once it has.
+        #: Why this attempt has failed, once it has; None if it was stopping for a signal.
         self.failure: Failure | None = None
         self._output = Output(plan)
         self._messages = Messages(plan, self._output)
@@ -258,10 +258,11 @@ class Supervisor:
         order = lambda r: (r.distance, reported.get(r.rank, len(reported)))  # noqa: E731
         first = min(causes, key=order, default=None)
         if first is not None and not first.signal:
-            # One that was killed does not say at which step, but those that noticed do.
-            steps = [first.report.get("step"), *(r.report.get("step") for r in self._ended)]
-            step = next((each for each in steps if each is not None), None)
-            self.failure = Failure(first.what().splitlines()[0].partition(":")[0], step)
+            # What goes wrong while ranks stop for a signal is no reason to start them again.
+            if self._signal is None and not any(
+                r.signal and not r.ended_by_us for r in self._ended
+            ):
+                self.failure = self._failure_of(first)
             raise first.error()
         stopped = first or next((r for r in self._ended if r.signal), None)
         if self._signal is not None:
@@ -276,6 +277,13 @@ class Supervisor:
             f"{how_to_continue(self.checkpoint, command)}"
         )
         raise SystemExit(128 + signum)
+
+    def _failure_of(self, first: StartedRank) -> Failure:
+        """Why this attempt has failed, by the rank that failed first."""
+        # One that was killed does not say at which step, but those that noticed do.
+        steps = [first.report.get("step"), *(rank.report.get("step") for rank in self._ended)]
+        step = next((each for each in steps if each is not None), None)
+        return Failure(first.what().splitlines()[0].partition(":")[0], step)
 
     def _too_late(self) -> str:
         """Which ranks the end of the grace time has ended, for the last line."""
