@@ -42,11 +42,16 @@ class ForkServer:
     """
 
     def __init__(self, start: Callable[[int], Process]) -> None:
-        _adoption.begin()
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
-            self._process = start(other.fileno())
         self._has_forked = False
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _adoption.begin()
+        try:
+            with other:
+                self._process = start(other.fileno())
+        except BaseException:
+            _adoption.end()
+            self._socket.close()
+            raise
 
     def obstacle(self, is_stopped: Callable[[], bool]) -> str | None:
         """Waits for the server; why it cannot be forked into ranks, or None."""

@@ -123,7 +123,8 @@ class Supervisor:
     def _start(self, index: int, starter: starting.Starter) -> StartedRank:
         number = self._plan.member.rank + index
         streams = self._output.open_for(number) if is_captured(self._plan) else ()
-        return StartedRank(number, functools.partial(starter.start, index), streams)
+        with starting.refusals_explained(f"Rank {number}"):
+            return StartedRank(number, functools.partial(starter.start, index), streams)
 
     def _read(self, selector: selectors.BaseSelector) -> None:
         """Takes what the ranks have sent and printed."""
