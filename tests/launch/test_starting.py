@@ -253,6 +253,43 @@ def test_a_process_that_the_system_refuses_is_named(method, expected, tmp_path):
         assert not program.alive()
 
 
+FROZEN = """
+import os, signal, sys, time
+from torchbearer_ddp import LaunchError, rank, run_distributed
+from torchbearer_ddp.launch.fork_server import ForkServer
+
+original = ForkServer.start
+
+def frozen(server, index, *words):
+    if index:
+        os.kill(server._process.pid, signal.SIGSTOP)
+        print("frozen", flush=True)
+    return original(server, index, *words)
+
+if __name__ == "__main__":
+    ForkServer.start = frozen
+    try:
+        run_distributed(rank, nproc_per_node=2, timeout=float(sys.argv[1]))
+    except LaunchError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("timeout", "code"), [("2", 0), ("600", 143)])
+def test_a_frozen_process_to_fork_from_is_not_waited_for(timeout, code, tmp_path):
+    path = tmp_path / "frozen.py"
+    path.write_text(FROZEN)
+    command, start = (sys.executable, str(path), timeout), {VARIABLE: "forkserver"}
+    with Program(*command, raw=True, environment=start) as program:
+        until(lambda: "frozen\n" in program.output, 60)
+        if code:
+            program.process.terminate()
+        assert program.code(20) == code, program.text()
+        if not code:
+            assert "did not answer within 2 s (--timeout)" in program.output[-1]
+        assert not program.alive()
+
+
 AGAIN = """
 import os, sys
 from torchbearer_ddp import run_distributed, rank

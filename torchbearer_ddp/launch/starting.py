@@ -91,9 +91,13 @@ def chosen(
         spawn = _Spawn(environment, task.fileno())
         if method in (_FORK, _SERVER) and _gains_by_server(plan):
             with refusals_explained("The process that the ranks are forked from"):
-                server = ForkServer(lambda connection: spawn.start(SERVER, connection, []))
+                server = ForkServer(
+                    lambda connection: spawn.start(SERVER, connection, []),
+                    plan.member.timeout,
+                    is_stopped,
+                )
             stack.callback(server.finish)
-            why = server.obstacle(is_stopped)
+            why = server.obstacle()
             if why is None:
                 yield server
                 return

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
 from torchbearer_ddp.launch import forked_rank, starting
@@ -97,7 +98,12 @@ class Supervisor:
             selector = stack.enter_context(selectors.DefaultSelector())
             stack.callback(self._close_output)  # after the ranks have ended
             for index in range(self._plan.member.local_world_size):
-                rank = self._start(index, starter)
+                try:
+                    rank = self._start(index, starter)
+                except LaunchError:
+                    if self._signal is None:
+                        raise
+                    break  # the signal is why the run ends
                 stack.callback(rank.close)
                 selector.register(rank.reader, selectors.EVENT_READ, rank)
                 for stream in rank.streams:
