@@ -1,14 +1,19 @@
 """``python -m torchbearer_ddp prove`` as a user calls it: exit codes and reports."""
 
 import json
+import signal
 import sys
 
 import pytest
 
+from tests import proc
 from tests.commands.prove_scripts import CORRECT, FAULTS, script
-from tests.processes import Program
+from tests.processes import Program, until
 from torchbearer_ddp.__main__ import main
 from torchbearer_ddp.commands import prove as command
+from torchbearer_ddp.commands.proving.job import Job
+from torchbearer_ddp.commands.proving.runs import started
+from torchbearer_ddp.group.bounded import in_background
 
 COMMAND = (sys.executable, "-m", "torchbearer_ddp", "prove", "--nproc-per-node", "2")
 AFTER = ("--nproc-per-node", "2", "--steps=3", "--sample-streams", "--epochs", "3", "--steps", "9")
@@ -60,6 +65,52 @@ def test_a_script_that_cannot_be_compared(tmp_path, source, text):
     assert code == 3
     assert output == ""
     assert text in errors
+
+
+WAITING = """
+import os, signal, sys, time
+from pathlib import Path
+from torchbearer_ddp import run_distributed, world_size
+
+def work():
+    if world_size() == int(sys.argv[1]):
+        Path(f"begun-{os.getpid()}").touch()
+        # As in native code: nothing but SIGKILL ends it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        time.sleep(600)
+
+run_distributed(work)
+"""
+
+
+@pytest.mark.concurrent
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stopped_proof_leaves_no_process_behind(signum, code, tmp_path):
+    (tmp_path / "script.py").write_text(WAITING)
+    (temporary := tmp_path / "temporary").mkdir()
+    command = (*COMMAND, "script.py", "2")
+    place = {"TMPDIR": str(temporary)}
+    with Program(*command, raw=True, folder=tmp_path, environment=place) as program:
+        until(lambda: len(list(tmp_path.glob("begun-*"))) == 2, 60)
+        program.process.send_signal(signum)
+        assert program.code(30) == code, program.text()
+        until(lambda: not program.alive(), 10)
+    if signum == signal.SIGTERM:
+        assert list(temporary.iterdir()) == []
+
+
+def test_a_single_run_ends_with_the_proof(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(WAITING)
+    job = Job("script.py", False, ("1",), 1, 4, 0)
+    with started({"nproc_per_node": 1}, lambda line: None) as runs:
+        failing = in_background(lambda: runs.alone(job, "one process"))
+        until(lambda: list(tmp_path.glob("begun-*")), 60)
+        (begun,) = tmp_path.glob("begun-*")
+        runs.close()
+        assert failing.exception(30) is not None
+    pid = int(begun.name.partition("-")[2])
+    until(lambda: not proc.is_running(pid), 10)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import json
 import re
+import signal
 import sys
 
 import pytest
 
-from tests.processes import Program, bound, free_port
+from tests import proc
+from tests.processes import Program, bound, free_port, until
 from torchbearer_ddp import LaunchError
 from torchbearer_ddp.commands.examining import prediction, scaling
 from torchbearer_ddp.commands.examining.prediction import Speed, best, link_of, over_link, speed_of
@@ -119,6 +121,54 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path):
     script = script_in(tmp_path)
     with pytest.raises(LaunchError, match=r"did not do its first steps within 0\.2 s"):
         time_alone(script, "80", "60", limit=0.2)
+
+
+WAITING = """
+import os, signal, time
+from pathlib import Path
+import torch
+from torchbearer_ddp import run_distributed
+
+def work():
+    torch.save(1, "saved.pt")  # among the temporary files
+    Path(f"begun-{os.getpid()}").touch()
+    # As in native code: nothing but SIGKILL ends it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    time.sleep(600)
+
+run_distributed(work)
+"""
+
+
+def test_what_a_script_saved_is_removed_if_it_takes_too_long(tmp_path, monkeypatch):
+    (script := tmp_path / "script.py").write_text(WAITING)
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    launch = {"nproc_per_node": 2, "device": "cpu"}
+    with pytest.raises(LaunchError, match="did not do its first steps within"):
+        measure([str(script)], False, launch, 5, 1.0, bound(8))
+    begun = [int(each.name.partition("-")[2]) for each in tmp_path.glob("begun-*")]
+    assert len(begun) == 2
+    until(lambda: not any(map(proc.is_running, begun)), 10)
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.concurrent
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stopped_measurement_leaves_no_process_behind(signum, code, tmp_path):
+    (tmp_path / "script.py").write_text(WAITING)
+    (temporary := tmp_path / "temporary").mkdir()
+    words = ("doctor", "--nproc-per-node", "2", "--script", "script.py")
+    command, place = (sys.executable, "-m", "torchbearer_ddp", *words), {"TMPDIR": str(temporary)}
+    with Program(*command, raw=True, folder=tmp_path, environment=place) as program:
+        until(lambda: list(tmp_path.glob("begun-*")), 60)
+        program.process.send_signal(signum)
+        assert program.code(30) == code, program.text()
+        until(lambda: not program.alive(), 10)
+    if signum == signal.SIGTERM:
+        assert list(temporary.iterdir()) == []
 
 
 # The prediction.

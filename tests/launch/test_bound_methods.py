@@ -1,6 +1,7 @@
 """A Trial's method as worker: what the ranks have trained is in the caller's Trial afterwards."""
 
 import functools
+import sys
 
 import torch
 import torchbearer
@@ -52,6 +53,20 @@ def test_model_optimizer_and_history_come_back():
     # The caller's Trial goes on with what the ranks have learnt.
     evaluated = trial.evaluate(data_key=torchbearer.VALIDATION_DATA, verbose=0)
     assert abs(evaluated["val_loss"] - histories[0][-1]["val_loss"]) < 1e-6
+
+
+@torchbearer.callbacks.on_end
+def leave(state):
+    sys.exit(0)
+
+
+def test_a_worker_that_exits_with_code_zero_leaves_the_trial_as_it_was():
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    trial = trial_of(model, torch.nn.Linear(1, 1))
+    trial.state[torchbearer.CALLBACK_LIST].append([leave])
+    assert launch(trial.run, 2) == [None, None]
+    assert torch.equal(model.weight, before)
 
 
 class Counter:

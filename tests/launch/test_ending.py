@@ -152,6 +152,27 @@ def test_an_error_with_that_of_another_rank_behind_it_follows_from_it(is_named):
     assert not failures.report_of(RuntimeError("of its own"), 0)["secondary"]
 
 
+@pytest.mark.parametrize(
+    ("given", "code"), [("np.int64(3)", 3), ("1.0", 1), ("True", 1), ("'text'", 1), ("256", 1)]
+)
+def test_an_exit_code_of_another_type_does_not_hide_what_has_happened(given, code):
+    script = f"""
+import sys
+import numpy as np
+from torchbearer_ddp import WorkerError, run_distributed
+
+try:
+    run_distributed(lambda: sys.exit({given}))
+except WorkerError as error:
+    print(error.exitcode, str(error).splitlines()[0])
+"""
+    with Program(sys.executable, "-c", script, "--nproc-per-node", "1", raw=True) as program:
+        assert program.code() == 0, program.text()
+        (found,) = program.output
+        assert found.startswith(f"{code} Rank 0 on "), program.text()
+        assert "called sys.exit(" in found
+
+
 def test_a_failing_exit_handler_is_shown_and_does_not_stop_the_others():
     script = """
 import atexit

@@ -1,6 +1,8 @@
 """After a failure the ranks start again: from the newest checkpoint, and not for ever."""
 
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -125,6 +127,36 @@ def test_a_checkpoint_that_is_complete_only_after_the_failure_counts(tmp_path):
         text = program.text()
     assert "The ranks start again from late.pt (restart 1 of at most 1)" in text
     assert "resumes [True, True]" in text
+
+
+STOPPING = """
+import os, time
+from torchbearer_ddp import barrier, rank, run_distributed
+
+def work():
+    barrier()
+    print("rank", rank(), "pid", os.getpid(), flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        if rank() == 1:
+            raise ValueError("cannot save")
+
+if __name__ == "__main__":
+    run_distributed(work, nproc_per_node=2, max_restarts=1)
+"""
+
+
+@pytest.mark.parametrize("receiver", ["launcher", "rank"])
+def test_an_error_while_stopping_for_a_signal_does_not_start_the_ranks_again(receiver, tmp_path):
+    path = tmp_path / "stopping.py"
+    path.write_text(STOPPING)
+    with Program(sys.executable, str(path), raw=True) as program:
+        first = program.pids(2)[0]
+        os.kill(program.process.pid if receiver == "launcher" else first, signal.SIGTERM)
+        assert program.code() == 1, program.text()
+        assert "ValueError: cannot save" in program.said()
+        assert "start again" not in program.said()
 
 
 def test_torchruns_own_restarts_and_a_changed_number_of_ranks(script, tmp_path):

@@ -201,6 +201,95 @@ def test_a_way_that_is_none_is_refused():
         assert f"{VARIABLE} is 'thread'; it can be fork, forkserver, spawn.\n" in one.said()
 
 
+REFUSED = """
+import ctypes, errno, os, sys
+from torchbearer_ddp import LaunchError, rank, run_distributed
+from torchbearer_ddp.launch import fork_safety
+
+forks = []
+fork = os.fork
+
+def refused():
+    forks.append(None)
+    if len(forks) > 1:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "fork":
+        os.fork = refused
+    else:
+        sys.executable = "/nowhere/python"
+    before = [descriptor for descriptor, _, _ in fork_safety.open_descriptors()]
+    try:
+        run_distributed(rank, nproc_per_node=2)
+    except LaunchError as error:
+        print(error)
+    left = [each for each, _, _ in fork_safety.open_descriptors() if each not in before]
+    adopts = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(adopts), 0, 0, 0)
+    print(left, adopts.value)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("fork", "Rank 1 cannot be started ([Errno 11] Resource temporarily unavailable). "),
+        ("forkserver", "The process that the ranks are forked from cannot be started ([Errno 2] "),
+        ("spawn", "Rank 0 cannot be started ([Errno 2] "),
+    ],
+)
+def test_a_process_that_the_system_refuses_is_named(method, expected, tmp_path):
+    path = tmp_path / "refused.py"
+    path.write_text(REFUSED)
+    start = {VARIABLE: method}
+    with Program(sys.executable, str(path), method, raw=True, environment=start) as program:
+        assert program.code() == 0, program.text()
+        text, left = program.output
+        assert text.startswith(expected)
+        assert text.endswith("or start fewer ranks.\n")
+        assert left == "[] 0\n"
+        assert not program.alive()
+
+
+FROZEN = """
+import os, signal, sys, time
+from torchbearer_ddp import LaunchError, rank, run_distributed
+from torchbearer_ddp.launch.fork_server import ForkServer
+
+original = ForkServer.start
+
+def frozen(server, index, *words):
+    if index:
+        os.kill(server._process.pid, signal.SIGSTOP)
+        print("frozen", flush=True)
+    return original(server, index, *words)
+
+if __name__ == "__main__":
+    ForkServer.start = frozen
+    try:
+        run_distributed(rank, nproc_per_node=2, timeout=float(sys.argv[1]))
+    except LaunchError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("timeout", "code"), [("2", 0), ("600", 143)])
+def test_a_frozen_process_to_fork_from_is_not_waited_for(timeout, code, tmp_path):
+    path = tmp_path / "frozen.py"
+    path.write_text(FROZEN)
+    command, start = (sys.executable, str(path), timeout), {VARIABLE: "forkserver"}
+    with Program(*command, raw=True, environment=start) as program:
+        until(lambda: "frozen\n" in program.output, 60)
+        if code:
+            program.process.terminate()
+        assert program.code(20) == code, program.text()
+        if not code:
+            assert "did not answer within 2 s (--timeout)" in program.output[-1]
+        assert not program.alive()
+
+
 AGAIN = """
 import os, sys
 from torchbearer_ddp import run_distributed, rank

@@ -129,6 +129,31 @@ def test_training_stops_without_a_launcher():
         assert one.output[-1] == "rank 1 saved\n"
 
 
+AGAIN = """
+import atexit, signal, sys, time
+from torchbearer_ddp.group import stop_request
+from torchbearer_ddp.launch import signals
+
+atexit.register(print, "left")
+with signals.handled(30.0, signal.SIGUSR2):
+    stop_request.requested()
+    signal.raise_signal(signal.SIGUSR2)
+    stop_request.current().at -= 2 * stop_request.ECHO_SECONDS
+    signal.raise_signal(signal.Signals[sys.argv[1]])
+print("stayed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "output"),
+    [("SIGTERM", 0, ["stayed\n", "left\n"]), ("SIGINT", 130, ["left\n"])],
+)
+def test_after_the_signal_of_slurm_a_sigterm_leaves_the_time_and_ctrl_c_ends_it(name, code, output):
+    with Program(sys.executable, "-c", AGAIN, name, raw=True) as program:
+        assert program.code() == code, program.text()
+        assert program.output == output
+
+
 def test_training_stops_under_torchrun():
     program = python_words("steps", "polite")
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchbearer_ddp import log
+from torchbearer_ddp.commands.children import stopped_by_sigterm
 from torchbearer_ddp.commands.examining import (
     examination,
     host_checks,
@@ -76,10 +77,11 @@ def main(arguments: list[str]) -> None:
         plan = _plan(options)
     except (ValueError, LaunchError) as error:
         parser.error(str(error))
-    if options.script:
-        raise SystemExit(scaling.examine(plan, options, _given(options)))
-    if plan.launcher == "spawn":
-        raise SystemExit(_start_ranks(plan, options))
+    if options.script or plan.launcher == "spawn":
+        with stopped_by_sigterm():
+            if options.script:
+                raise SystemExit(scaling.examine(plan, options, _given(options)))
+            raise SystemExit(_start_ranks(plan, options))
     membership.settle()
     log.set_rank(plan.member.rank)
     code = _be_a_rank(plan, options)

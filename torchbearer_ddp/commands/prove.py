@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from torchbearer_ddp.commands.children import stopped_by_sigterm
 from torchbearer_ddp.commands.parser import FOUND, GOOD, command_parser
 from torchbearer_ddp.commands.proving import html, numbers, text
 from torchbearer_ddp.commands.proving.job import RANDOM, Job
@@ -47,7 +48,8 @@ def main(words: list[str]) -> None:
     launch: dict[str, Any] = {"nproc_per_node": job.world_size}
     launch |= {k: v for k in ("device", "timeout") if (v := getattr(options, k)) is not None}
     try:
-        with started(launch, lambda line: logger.info("prove: %s", line)) as runs:
+        say = lambda line: logger.info("prove: %s", line)  # noqa: E731
+        with stopped_by_sigterm(), started(launch, say) as runs:
             proof = prove(runs, job, options.roundings)
     except CouldNotRun as error:
         sys.stderr.write(f"torchbearer_ddp: {error}\n")

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import io
+import operator
 import os
 import signal
 import socket
@@ -149,7 +150,6 @@ def is_secondary(error: BaseException) -> bool:
 def report_of(error: BaseException, rank: int) -> dict[str, Any]:
     """What other processes need to know of a rank's failure, as plain data."""
     signum = _stop_signal(error)
-    code = error.code if isinstance(error, SystemExit) else None
     return {
         "kind": "error",
         "rank": rank,
@@ -157,7 +157,7 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
         # These messages are complete; where in our code they were raised does not help.
         "message": str(error) if isinstance(error, LaunchError | WorkerError) else "",
         "what": "\n\n".join(filter(None, (summary(error), users_traceback(error)))),
-        "exitcode": signum + 128 if signum else code if code in range(1, 256) else 1,
+        "exitcode": signum + 128 if signum else _exit_code(error),
         "signal": signum,
         "step": debug.last_step(),
         "launch": isinstance(error, LaunchError),
@@ -165,6 +165,16 @@ def report_of(error: BaseException, rank: int) -> dict[str, Any]:
         "cause": error.rank if isinstance(error, WorkerError) else None,
         "cause_host": error.host if isinstance(error, WorkerError) else None,
     }
+
+
+def _exit_code(error: BaseException) -> int:
+    """The code that sys.exit was given if it is one, also as a whole number of NumPy, else 1."""
+    code: Any = error.code if isinstance(error, SystemExit) else None
+    try:
+        code = int(operator.index(code))
+    except TypeError:  # a text, which Python prints, or a number with a fraction
+        return 1
+    return code if 0 < code < 256 else 1
 
 
 def explain(report: Mapping[str, Any]) -> str:

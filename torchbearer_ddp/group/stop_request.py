@@ -90,13 +90,14 @@ def handle(signum: int, frame: FrameType | None) -> None:
     if request.signum is not None:
         if signum == signal.SIGUSR2:
             request.signum = signum  # SIGUSR2 after Slurm's SIGTERM: the job is to be requeued
-        elif request.signum != signal.SIGUSR2 and now - request.at > ECHO_SECONDS:
+        elif (request.signum, signum) == (signal.SIGUSR2, signal.SIGTERM):
+            pass  # Slurm's last warning before SIGKILL: use the time that is left
+        elif now - request.at > ECHO_SECONDS:
             if not request.exiting:
                 request.exiting, request.at = True, now
                 with contextlib.suppress(BaseException):  # exit handlers show their own errors
                     atexit._run_exitfuncs()
             end(128 + signum)
-        # A SIGTERM after SIGUSR2 is Slurm's last warning before SIGKILL: use the time that is left.
         return
     request.signum, request.at = signum, now
     if not request.polled:

@@ -43,7 +43,8 @@ def run_elsewhere(task: Task, run: Callable[[Task], list[Any]]) -> list[Any]:
     if not isinstance(trial, torchbearer.Trial):
         warn_of_copy(task[0])
         return run(task)
-    found = run((_TrialWorker(task[0]), *task[1:]))
+    # Of a rank that has called sys.exit(0) nothing comes back.
+    found = [each or (None, None) for each in run((_TrialWorker(task[0]), *task[1:]))]
     for _, state in found:
         if state is not None:
             _load(trial, state)

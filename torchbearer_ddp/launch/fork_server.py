@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -32,6 +33,8 @@ _MESSAGE_BYTES = 1 << 10
 #: Of a rank: that of its report, and those of its stdout and stderr.
 _MOST_DESCRIPTORS = 3
 _TICK_SECONDS = 0.05
+#: How long a rank that is being forked is waited for after a signal.
+_STOP_SECONDS = 2.0
 
 
 class ForkServer:
@@ -39,19 +42,29 @@ class ForkServer:
 
     Args:
         start: Starts the server's process, with the descriptor of its connection.
+        timeout: Seconds that it may take to fork a rank.
+        is_stopped: True once a signal has asked the launcher to stop.
     """
 
-    def __init__(self, start: Callable[[int], Process]) -> None:
-        _adoption.begin()
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
-            self._process = start(other.fileno())
+    def __init__(
+        self, start: Callable[[int], Process], timeout: float, is_stopped: Callable[[], bool]
+    ) -> None:
+        self._timeout, self._is_stopped = timeout, is_stopped
         self._has_forked = False
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _adoption.begin()
+        try:
+            with other:
+                self._process = start(other.fileno())
+        except BaseException:
+            _adoption.end()
+            self._socket.close()
+            raise
 
-    def obstacle(self, is_stopped: Callable[[], bool]) -> str | None:
+    def obstacle(self) -> str | None:
         """Waits for the server; why it cannot be forked into ranks, or None."""
-        while not is_stopped():
-            if select.select([self._socket], [], [], _TICK_SECONDS)[0]:
+        while not self._is_stopped():
+            if self._has_answered():
                 answer = self._socket.recv(_MESSAGE_BYTES)
                 return None if answer == _READY else answer.decode() or "it has ended"
         return "the launch was stopped"
@@ -60,11 +73,12 @@ class ForkServer:
         """Lets the server fork the rank of this index.
 
         Raises:
-            LaunchError: If the server has ended.
+            LaunchError: If the server has ended, or does not answer.
         """
         try:
             self._has_forked = True
             socket.send_fds(self._socket, [str(index).encode()], [reports, *streams])
+            self._await_answer()
             return ForkedProcess(int(self._socket.recv(_MESSAGE_BYTES)))
         except (OSError, ValueError) as error:
             raise LaunchError(
@@ -72,6 +86,25 @@ class ForkServer:
                 "The system does that when memory runs out. See the system's log, or start fewer "
                 "ranks."
             ) from error
+
+    def _has_answered(self) -> bool:
+        return bool(select.select([self._socket], [], [], _TICK_SECONDS)[0])
+
+    def _await_answer(self) -> None:
+        """Waits until a rank is forked; after a signal not for long."""
+        deadline = time.monotonic() + self._timeout
+        while not self._has_answered():
+            now = time.monotonic()
+            if self._is_stopped():
+                deadline = min(deadline, now + _STOP_SECONDS)
+            if now > deadline:
+                # The ranks that it has forked are in its group, and wait for its end to begin.
+                end_group(self._process.pid)
+                raise LaunchError(
+                    "The process that the ranks are forked from did not answer within "
+                    f"{self._timeout:g} s (--timeout). It was frozen, or this host has no time for "
+                    "it. Look at the load of the host, and start again."
+                )
 
     def finish(self) -> None:
         """Ends the server: its ranks become children of this process."""

@@ -60,6 +60,9 @@ class StartedRank:
         self.report: dict[str, Any] = {}
         try:
             self.process = start(writer, [stream.writer for stream in streams])
+        except BaseException:
+            self._socket.close()
+            raise
         finally:
             other.close()
             for stream in streams:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group.join import usable_cores
 from torchbearer_ddp.launch import fork_safety
 from torchbearer_ddp.launch.child import SERVER, die_with
@@ -70,7 +71,7 @@ def chosen(
 
     Raises:
         ValueError: If the environment names a way that is none.
-        LaunchError: If the worker cannot be sent.
+        LaunchError: If the worker cannot be sent, or the system refuses to start a process.
     """
     method = os.environ.get(VARIABLE, _FORK)
     if method not in _METHODS:
@@ -89,15 +90,37 @@ def chosen(
         task = stack.enter_context(_task_file(plan, pack(worker)))
         spawn = _Spawn(environment, task.fileno())
         if method in (_FORK, _SERVER) and _gains_by_server(plan):
-            server = ForkServer(lambda connection: spawn.start(SERVER, connection, []))
+            with refusals_explained("The process that the ranks are forked from"):
+                server = ForkServer(
+                    lambda connection: spawn.start(SERVER, connection, []),
+                    plan.member.timeout,
+                    is_stopped,
+                )
             stack.callback(server.finish)
-            why = server.obstacle(is_stopped)
+            why = server.obstacle()
             if why is None:
                 yield server
                 return
             server.finish()
             logger.debug("the ranks are not forked from a clean process: %s", why)
         yield spawn
+
+
+@contextlib.contextmanager
+def refusals_explained(name: str) -> Iterator[None]:
+    """Says what can be done where the system refuses to start a process.
+
+    Raises:
+        LaunchError: Instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(
+            f"{name} cannot be started ({error}). It needs a process, a few open files and memory "
+            "of its own. See the limits (ulimit -a, and those of the container), or start fewer "
+            "ranks."
+        ) from error
 
 
 def _gains_by_server(plan: Plan) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.group import failures
 from torchbearer_ddp.group.stop_request import ECHO_SECONDS
 from torchbearer_ddp.launch import forked_rank, starting
@@ -55,7 +56,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan, environment: Mapping[str, str], meeting: Meeting) -> None:
         self._plan, self._environment, self._meeting = plan, environment, meeting
-        #: Why this attempt has failed, once it has.
+        #: Why this attempt has failed, once it has; None if it was stopping for a signal.
         self.failure: Failure | None = None
         self._output = Output(plan)
         self._messages = Messages(plan, self._output)
@@ -97,7 +98,12 @@ class Supervisor:
             selector = stack.enter_context(selectors.DefaultSelector())
             stack.callback(self._close_output)  # after the ranks have ended
             for index in range(self._plan.member.local_world_size):
-                rank = self._start(index, starter)
+                try:
+                    rank = self._start(index, starter)
+                except LaunchError:
+                    if self._signal is None:
+                        raise
+                    break  # the signal is why the run ends
                 stack.callback(rank.close)
                 selector.register(rank.reader, selectors.EVENT_READ, rank)
                 for stream in rank.streams:
@@ -123,7 +129,8 @@ class Supervisor:
     def _start(self, index: int, starter: starting.Starter) -> StartedRank:
         number = self._plan.member.rank + index
         streams = self._output.open_for(number) if is_captured(self._plan) else ()
-        return StartedRank(number, functools.partial(starter.start, index), streams)
+        with starting.refusals_explained(f"Rank {number}"):
+            return StartedRank(number, functools.partial(starter.start, index), streams)
 
     def _read(self, selector: selectors.BaseSelector) -> None:
         """Takes what the ranks have sent and printed."""
@@ -258,10 +265,11 @@ class Supervisor:
         order = lambda r: (r.distance, reported.get(r.rank, len(reported)))  # noqa: E731
         first = min(causes, key=order, default=None)
         if first is not None and not first.signal:
-            # One that was killed does not say at which step, but those that noticed do.
-            steps = [first.report.get("step"), *(r.report.get("step") for r in self._ended)]
-            step = next((each for each in steps if each is not None), None)
-            self.failure = Failure(first.what().splitlines()[0].partition(":")[0], step)
+            # What goes wrong while ranks stop for a signal is no reason to start them again.
+            if self._signal is None and not any(
+                r.signal and not r.ended_by_us for r in self._ended
+            ):
+                self.failure = self._failure_of(first)
             raise first.error()
         stopped = first or next((r for r in self._ended if r.signal), None)
         if self._signal is not None:
@@ -276,6 +284,13 @@ class Supervisor:
             f"{how_to_continue(self.checkpoint, command)}"
         )
         raise SystemExit(128 + signum)
+
+    def _failure_of(self, first: StartedRank) -> Failure:
+        """Why this attempt has failed, by the rank that failed first."""
+        # One that was killed does not say at which step, but those that noticed do.
+        steps = [first.report.get("step"), *(rank.report.get("step") for rank in self._ended)]
+        step = next((each for each in steps if each is not None), None)
+        return Failure(first.what().splitlines()[0].partition(":")[0], step)
 
     def _too_late(self) -> str:
         """Which ranks the end of the grace time has ended, for the last line."""

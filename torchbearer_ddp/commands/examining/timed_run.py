@@ -24,12 +24,14 @@ import torchbearer
 
 from torchbearer_ddp.callbacks.callback_order import OrderedCallbackList
 from torchbearer_ddp.callbacks.gradients import SyncGradients
+from torchbearer_ddp.commands.children import ended_afterwards
 from torchbearer_ddp.commands.proving.outputs import kept_apart
 from torchbearer_ddp.commands.proving.replacing import replaced
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.gradients.transports.hosts import HOST_ID_VARIABLE
 from torchbearer_ddp.group import collectives, trained
+from torchbearer_ddp.launch.child import die_with
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.script import run_script
 
@@ -38,6 +40,7 @@ WARM_UP = 3
 #: The fewest steps whose median is worth something.
 FEWEST = 5
 _LAST_LINES = 15
+_PREFIX = "torchbearer_ddp-doctor-"
 #: Gradients travel as the script says.
 PLAIN = "plain"
 
@@ -146,19 +149,23 @@ def _callbacks(state: Any) -> list[Any]:
 
 
 def time_script(
-    name: str, is_module: bool, steps: int, seconds: float, wire: str | None = None
+    name: str, is_module: bool, steps: int, seconds: float, wire: str | None, folder: str
 ) -> dict[str, Any] | None:
-    """Runs the script on this rank until enough steps are timed; see :func:`measure`."""
+    """Runs the script on this rank until enough steps are timed; see :func:`measure`.
+
+    What it saves goes to the folder, which the command removes: a rank may be killed.
+    """
     clock = _Clock(steps, seconds)
-    with tempfile.TemporaryDirectory(prefix="torchbearer_ddp-doctor-") as folder:
-        with kept_apart(Path(folder)), clock.installed(), _sent_through_gloo(wire):
-            try:
-                run_script(name, is_module)
-            except _Enough:
-                pass
-            except SystemExit as end:
-                if end.code:
-                    raise
+    own = Path(folder) / f"rank-{collectives.rank()}"
+    own.mkdir()
+    with kept_apart(own), clock.installed(), _sent_through_gloo(wire):
+        try:
+            run_script(name, is_module)
+        except _Enough:
+            pass
+        except SystemExit as end:
+            if end.code:
+                raise
     return clock.timed()
 
 
@@ -196,11 +203,12 @@ def measure(
     Raises:
         LaunchError: If it fails, takes longer than the limit, or has too few steps.
     """
-    with tempfile.TemporaryDirectory(prefix="torchbearer_ddp-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "output.txt"
         task = {
             **{"command": command, "is_module": is_module, "launch": launch},
             **{"steps": steps, "seconds": seconds, "wire": wire, "answer": str(answer)},
+            **{"folder": folder, "parent": os.getpid()},
         }
         words = [sys.executable, "-m", __name__, json.dumps(task)]
         with log.open("wb") as output:
@@ -208,15 +216,13 @@ def measure(
                 words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                process.wait(limit)
+                with ended_afterwards(process):
+                    process.wait(limit)
             except subprocess.TimeoutExpired:
                 raise LaunchError(
                     f"{command[0]} did not do its first steps within {limit:g} s. Allow more time "
                     "with --limit, or give it less data."
                 ) from None
-            finally:
-                process.kill()  # the ranks end with it
-                process.wait()
         if answer.exists():
             found = json.loads(answer.read_text())
             if found is None:
@@ -234,10 +240,12 @@ def measure(
 def main(text: str) -> None:
     """Runs the script of a task, and writes what the first rank of this process measured."""
     task = json.loads(text)
+    die_with(task["parent"])
     name, *arguments = task["command"]
     sys.argv[:] = [name, *arguments]
     sys.path[0] = str(Path.cwd() if task["is_module"] else Path(name).resolve().parent)
-    work = (name, task["is_module"], task["steps"], task["seconds"], task["wire"])
+    names = ("is_module", "steps", "seconds", "wire", "folder")
+    work = (name, *(task[each] for each in names))
     found = run_distributed(time_script, work, **task["launch"])
     Path(task["answer"]).write_text(json.dumps(found[0]))
 

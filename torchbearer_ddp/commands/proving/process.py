@@ -18,6 +18,7 @@ from typing import Any
 from torchbearer_ddp.commands.proving.job import Job
 from torchbearer_ddp.commands.proving.record import record
 from torchbearer_ddp.group import failures
+from torchbearer_ddp.launch.child import die_with
 from torchbearer_ddp.launch.run import run_distributed
 
 
@@ -29,9 +30,10 @@ def run_ranks(task: dict[str, Any]) -> None:
 
 def run_alone(task: dict[str, Any]) -> int:
     """Runs a job in one process, which is forked from this one; returns its exit code."""
-    child = os.fork()
+    server, child = os.getpid(), os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    die_with(server)
     code = 1
     try:
         _redirect(task["log"])
@@ -76,6 +78,7 @@ def main(mode: str) -> None:
 
 
 if __name__ == "__main__":
+    die_with(int(sys.argv[2]))
     try:
         main(sys.argv[1])
     except KeyboardInterrupt:  # the command says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchbearer_ddp.commands import children
 from torchbearer_ddp.commands.proving.job import Job
 from torchbearer_ddp.commands.proving.proof import CouldNotRun
 from torchbearer_ddp.commands.proving.record import read
 from torchbearer_ddp.commands.proving.recorder import Recording
 
 _MODULE = "torchbearer_ddp.commands.proving.process"
+_PREFIX = "torchbearer_ddp-prove-"
 #: How much of a failed run's output is shown.
 _LAST_LINES = 30
 
@@ -43,8 +46,9 @@ class Runs:
 
     def close(self) -> None:
         """Ends the process that waits for further runs."""
-        self._to_server.close()
-        self._server.wait()
+        with contextlib.suppress(OSError):  # it has ended already
+            self._to_server.close()
+        children.end(self._server)  # with a run that it has forked, after a signal
 
     def ranks(self, job: Job) -> list[Recording]:
         """Runs a job on its ranks."""
@@ -52,7 +56,8 @@ class Runs:
         task, log = self._task(job)
         with log.open("w") as output:
             launcher = _start("ranks", output)
-            launcher.communicate(json.dumps(task) + "\n")
+            with children.ended_afterwards(launcher):
+                launcher.communicate(json.dumps(task) + "\n")
         mark = "torchbearer_ddp: "
         lines = log.read_text(errors="replace").splitlines()
         self.lines = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
@@ -97,7 +102,7 @@ class Runs:
 def _start(mode: str, output: Any) -> subprocess.Popen[str]:
     """Starts a process of the proof; its standard output is that of the script, or an answer."""
     return subprocess.Popen(
-        [sys.executable, "-m", _MODULE, mode],
+        [sys.executable, "-m", _MODULE, mode, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if output is None else output,
         stderr=None if output is None else subprocess.STDOUT,
@@ -109,7 +114,7 @@ def _start(mode: str, output: Any) -> subprocess.Popen[str]:
 @contextmanager
 def started(launch: dict[str, Any], say: Callable[[str], None]) -> Iterator[Runs]:
     """The runs of a proof, whose files are removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="torchbearer_ddp-prove-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
         runs = Runs(Path(folder), launch, say)
         try:
             yield runs
