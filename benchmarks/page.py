@@ -219,7 +219,7 @@ def _digits(tables: list[dict[str, Any]]) -> str:
         [
             way,
             *(
-                f"{table['accuracy'][way]:.2f} % ({-table['points below exact'][way]:+.2f})"
+                f"{table['accuracy'][way]:.2f} % ({0.0 - table['points below exact'][way]:+.2f})"
                 for table in tables
             ),
         ]
