@@ -58,7 +58,12 @@ def count_descriptors() -> int:
 
 def maps(text: str) -> bool:
     """True if this process has mapped a file with this text in its name."""
-    return text in Path("/proc/self/maps").read_text()
+    return count_maps(text) > 0
+
+
+def count_maps(text: str) -> int:
+    """How often this process has mapped files with this text in their names."""
+    return Path("/proc/self/maps").read_text().count(text)
 
 
 def is_mapped_by_any(name: str) -> bool:

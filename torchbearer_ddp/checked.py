@@ -9,6 +9,7 @@ of their layer (:func:`as_error`). Nothing here takes longer, or more memory, th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -269,9 +270,13 @@ def printable(given: str, where: str) -> str:
 
 def byte_count(value: Any, where: str) -> int:
     """A number of bytes that this host's memory could hold."""
-    return int(whole(0, memory_of_host())(value, where))
+    most = memory_of_host()
+    if type(value) is int and 0 <= value <= most:  # as nearly always, and asked for each message
+        return value
+    return int(whole(0, most)(value, where))
 
 
+@functools.cache
 def memory_of_host() -> int:
     """The bytes of memory that this host has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

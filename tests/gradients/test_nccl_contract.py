@@ -24,7 +24,7 @@ from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import RankReport
 from torchbearer_ddp.gradients.reducer import Reducer
 from torchbearer_ddp.gradients.weights import Average
-from torchbearer_ddp.group import collectives, membership
+from torchbearer_ddp.group import collectives, exchanges, membership
 from torchbearer_ddp.group.waiting import report_failure
 
 _EQUAL = Average.EQUAL
@@ -217,15 +217,16 @@ def test_tensors_of_every_dtype_are_sent_though_nccl_does_not_know_it():
         torch.bfloat16,
     ]
     group = membership.current()
-    collectives_channel = collectives._channel
-    collectives._channel = lambda *_: group.gradients  # as for tensors on a GPU
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # as for tensors on a GPU
+        patch.setattr(exchanges, "_channel", lambda *_: group.gradients)
+        patch.setattr(group, "host_channel", None)
         value = 1 - collectives.rank()
-        mine = [torch.full((3,), value).to(dtype) for dtype in dtypes]
+        large = 2**20  # one that travels by itself, without a copy
+        mine = [torch.full((n,), value).to(dtype) for dtype in dtypes for n in (3, large)]
+        places = [each.data_ptr() for each in mine]
         collectives.broadcast_tensors(mine, "tensors of every dtype")
-    finally:
-        collectives._channel = collectives_channel
-    for tensor, dtype in zip(mine, dtypes, strict=True):
+    assert [each.data_ptr() for each in mine] == places
+    for tensor, dtype in zip(mine, [each for each in dtypes for _ in range(2)], strict=True):
         assert tensor.dtype == dtype
-        assert tensor.to(torch.complex64).tolist() == [1, 1, 1]
+        assert (tensor.to(torch.complex64) == 1).all()
     assert {name for _, name, _ in nccl.behaviour.log} == {"broadcast"}

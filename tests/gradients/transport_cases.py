@@ -10,11 +10,11 @@ import torch
 
 from tests.ranks import RankPool
 from tests.stand_ins import nccl
-from torchbearer_ddp.gradients.transports import hosts, shared_memory
+from torchbearer_ddp.gradients.transports import shared_memory
 from torchbearer_ddp.gradients.transports.choose import choose
 from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
-from torchbearer_ddp.group import collectives, membership
+from torchbearer_ddp.group import collectives, hosts, membership
 from torchbearer_ddp.group.waiting import Wait
 
 #: By transport the host of each rank that it needs.

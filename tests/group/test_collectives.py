@@ -8,7 +8,7 @@ import torch
 
 from tests.ranks import ranks
 from torchbearer_ddp.errors import CheckpointError, DesyncError, DistributedError, PeerLost
-from torchbearer_ddp.group import agreement, collectives, framing, membership, wire
+from torchbearer_ddp.group import agreement, collectives, exchanges, framing, membership, wire
 from torchbearer_ddp.group.waiting import Wait, complete
 
 
@@ -103,14 +103,14 @@ def test_a_length_beyond_the_memory_is_refused_before_it_is_reserved():
             collectives.broadcast("x", "a value")
     with pytest.MonkeyPatch.context() as patch:
         if collectives.rank() == 1:
-            real = framing.with_length
+            real = framing.message
 
-            def announce(part, length):
-                found = real(part, length).clone()
+            def announce(content, size):
+                found = real(content, size)
                 found[6] = 255
                 return found
 
-            patch.setattr(framing, "with_length", announce)
+            patch.setattr(framing, "message", announce)
         with pytest.raises(DesyncError, match=r"rank 1 sent for a value .* its length is"):
             collectives.all_gather("x", "a value")
     assert collectives.all_gather(1, "the ranks are still in step") == [1, 1]
@@ -221,13 +221,13 @@ def test_a_value_that_cannot_be_sent_is_an_error_of_all_who_agree():
 @ranks(2)
 def test_flags_and_barriers_are_short_messages():
     sizes = []
-    gather = collectives._gather_bytes
+    gather = exchanges.all_gather
 
     def noted(group, mine, name):
         sizes.append(len(mine))
         return gather(group, mine, name)
 
-    collectives._gather_bytes = noted  # of this rank's process alone, which ends with the test
+    exchanges.all_gather = noted  # of this rank's process alone, which ends with the test
     collectives.barrier()
     collectives.any_rank(True, "a flag")
     collectives.raise_together(None, "an error")

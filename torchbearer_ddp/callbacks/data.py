@@ -134,13 +134,19 @@ class ShardData(OrderedCallback):
         if running is not None and running not in DATA_KEYS:
             keys.append(running)
         mine = [loaders.base_seed(_loader(trial.state, key)) for key in keys]
-        seeds = collectives.broadcast(mine, "the seeds of the loaders")
+        is_new = any(self._is_new(trial.state, key) for key in keys)
+        name = "the seeds of the loaders"
+        everyone = collectives.all_gather((mine, is_new), name, collectives.SHORT_BYTES)
+        seeds, _ = everyone[0]
 
         def share_all() -> None:
             for key, seed in zip(keys, seeds, strict=True):
                 self._share(trial.state, state, key, seed)
 
-        collectives.run_together(share_all, "sharding the data")
+        if any(is_new for _, is_new in everyone):
+            collectives.run_together(share_all, "sharding the data")
+        else:  # as in every run but the first: nothing that could fail
+            share_all()
         if running is not None:
             self._use_share(trial.state, state, running)
 
@@ -165,6 +171,11 @@ class ShardData(OrderedCallback):
             for key, total in self._totals.items():
                 trial_state[DATA_KEYS[key][1]] = total
         self._outermost = None
+
+    def _is_new(self, trial_state: Any, key: Any) -> bool:
+        """True unless the data under a key is what an earlier run has put there."""
+        entry: tuple[Any, Any] = trial_state.get(key) or (None, None)
+        return entry[0] is not None and self.wants(key) and self._entries.get(key) is not entry
 
     def _share(self, trial_state: Any, state: Any, key: Any, seed: int) -> None:
         entry: tuple[Any, Any] = trial_state.get(key) or (None, None)

@@ -128,17 +128,20 @@ class SyncGradients(OrderedCallback):
                 )
         self.every = every
         options = Options(transport, bucket_bytes, self._compression)
-        averager, accumulation = Averager(options, self.skip), Accumulation(accumulate)
-        losses = LossVerdicts(loss, weight, weighted)
         check_every(every, self._compression)
+        parts = (
+            Averager(options, self.skip),
+            Accumulation(accumulate),
+            LossVerdicts(loss, weight, weighted),
+        )
         self._exchange: StepExchange = (
-            StepExchange(averager, accumulation, losses)
-            if every == 1
-            else LocalExchange(averager, accumulation, losses, every, options)
+            StepExchange(*parts) if every == 1 else LocalExchange(*parts, every, options)
         )
         self._streams = RunStreams()
         self._stragglers = Stragglers(())
         self._is_entered = False
+        #: True if the exchange at the end of an epoch is made by SyncModel, which has one there.
+        self.stop_is_asked_elsewhere = False
 
     def enter(self, method: str) -> None:
         """Before anything is drawn or restored: from here on each rank has its own noise."""
@@ -147,18 +150,17 @@ class SyncGradients(OrderedCallback):
                 "This SyncGradients belongs to a Trial that is running, and another Trial with it "
                 "was started inside that run. Call data_parallel() for each Trial."
             )
-        self._is_entered = True
+        self._is_entered, self.stop_is_asked_elsewhere = True, False
         unsynchronised.begin_averaging(self)
         if method == "run":  # an evaluation shows losses as the run before it did
-            self._exchange.losses.clear()
+            self._exchange.losses.begin()
         self._streams.enter()
 
     def on_start(self, state: Any) -> None:
         """A callback may train something of its own before the first epoch, or in evaluate."""
         if not self._exchange.is_under_way:  # an evaluation inside of a run has its own state
             self._exchange.begin(state)
-        group = self._exchange.group
-        if group is not None and self._stragglers.hosts != group.hosts:
+        if (group := self._exchange.group) and self._stragglers.hosts != group.hosts:
             self._stragglers = Stragglers(group.hosts)
 
     def on_start_training(self, state: Any) -> None:
@@ -204,7 +206,8 @@ class SyncGradients(OrderedCallback):
     def on_end_training(self, state: Any) -> None:
         """A request made at the last step or since has no gradient to travel with."""
         self._exchange.settle(state)  # where there is no SyncModel
-        self._agree(state, "a stop at the end of training")
+        if not self.stop_is_asked_elsewhere:
+            self._agree(state, "a stop at the end of training")
 
     def on_checkpoint(self, state: Any) -> None:
         """The last hook before torchbearer reads the flag at the end of an epoch."""
@@ -324,17 +327,24 @@ class SyncGradients(OrderedCallback):
         """What averages the gradients; None before the first exchange of a run and after it."""
         return self._exchange.averager.reducer
 
-    def _agree(self, state: Any, name: str) -> None:
-        """Agrees on a stop where no gradient can carry the request."""
-        if collectives.world_size() == 1:
-            return
+    def wish_to_stop(self, state: Any) -> tuple[bool, int]:
+        """Whether this rank asks all to stop, and the signal for which it does, or 0."""
         signal = stop_request.requested() or 0
         asks = self._exchange.asks_to_stop or bool(state[torchbearer.STOP_TRAINING]) or signal > 0
-        everyone = collectives.all_gather((asks, signal), name)
-        stop, signal = any(ask for ask, _ in everyone), max(number for _, number in everyone)
+        return asks, signal
+
+    def agree_on_stop(self, state: Any, wishes: Sequence[tuple[bool, int]]) -> None:
+        """Stops all ranks alike, given the :meth:`wish_to_stop` of every rank."""
+        stop, signal = any(ask for ask, _ in wishes), max(number for _, number in wishes)
         self._exchange.step.agreed = RankReport(stop=stop, signal=signal)
         self._exchange.asks_to_stop = state[torchbearer.STOP_TRAINING] = stop
         self._note_signal()
+
+    def _agree(self, state: Any, name: str) -> None:
+        """Agrees on a stop where no gradient can carry the request."""
+        if collectives.world_size() > 1:
+            mine = self.wish_to_stop(state)
+            self.agree_on_stop(state, collectives.all_gather(mine, name, collectives.SHORT_BYTES))
 
     def _note_signal(self) -> None:
         """Lets this rank stop for the same signal as the others."""

@@ -54,7 +54,7 @@ class SyncModel(OrderedCallback):
         """Broadcasts at init, so that what the user does next finds equal models on all ranks."""
         super().on_init(state)
         if collectives.world_size() > 1:
-            tensors = _replicated(state)
+            tensors = _replicated(state, trained.find(state))
             remedy = "Build the same model on every rank."
             agreement.agree(_shapes(tensors), "the model", remedy)
             collectives.broadcast_tensors([tensor for _, tensor in tensors], "the model")
@@ -63,14 +63,16 @@ class SyncModel(OrderedCallback):
         """Compares at the start: weights may have been loaded, moved or initialised since init."""
         if collectives.world_size() == 1:
             return
-        _refuse_lazy(state)
+        found = trained.find(state)
+        _refuse_lazy(found)
         for each in _gradients(state):
             each.align_replicas(state)
-        tensors = _replicated(state)
+            each.stop_is_asked_elsewhere = True  # here, at the end of each epoch
+        tensors = _replicated(state, found)
         local = {id(p) for each in _skipped(state) for p in trained.parameters_of(each)}
         optimizers = {
             name: each
-            for name, each in trained.optimizers(state).items()
+            for name, each in found.optimizers.items()
             if local.isdisjoint(map(id, trained.parameters_of(each)))
         }
         states = [(f"the state of {n}", _checksums(each)) for n, each in optimizers.items()]
@@ -79,7 +81,7 @@ class SyncModel(OrderedCallback):
         history = state[torchbearer.HISTORY]
         # Lengths of histories and checksums may differ, unlike the plan: they are made equal.
         everyone = agreement.agree(
-            _plan(state),
+            _plan(state, found, tensors),
             "the plan of this run",
             "Start every rank with the same script, arguments, data and packages.",
             extra=(len(history), agreement.digest(checksums)),
@@ -103,35 +105,40 @@ class SyncModel(OrderedCallback):
         epoch = state[torchbearer.EPOCH]
         is_due = bool(self._check) and (epoch + 1) % self._check == 0
         drifts = any(each.may_drift for each in _gradients(state))
-        _compare(state, with_values=is_due and not drifts)
-        modules = torch.nn.ModuleList(trained.modules(state).values())
+        found = trained.find(state)
+        _compare(state, found, with_values=is_due and not drifts)
+        modules = torch.nn.ModuleList(found.modules.values())
         local = [buffer for each in _skipped(state) for buffer in _buffers_of(each)]
         replicas.align_buffers(modules, local)
         for each in _gradients(state):
             each.align_replicas(state)
         if is_due and drifts:
-            _compare(state, with_values=True)
+            _compare(state, found, with_values=True)
 
 
-def _compare(state: Any, *, with_values: bool) -> None:
+def _compare(state: Any, found: trained.Found, *, with_values: bool) -> None:
     """Compares what the ranks train, and the values of parameters too, in one exchange.
 
-    Buffers are not compared: they are made equal.
+    Buffers are not compared: they are made equal. The same exchange agrees on a stop.
 
     Raises:
         DesyncError: On every rank, if something differs.
     """
-    shapes = _shapes(_replicated(state))
-    parameters = _with_values(trained.parameters(state, _skipped(state))) if with_values else []
+    shapes = _shapes(_replicated(state, found))
+    parameters = _with_values(found.parameters(_skipped(state))) if with_values else []
     checksums = replicas.fingerprint(parameters)
-    digests = agreement.agree(
+    gradients = _gradients(state)
+    everyone = agreement.agree(
         shapes,
         "what is trained",
         "Keep the same modules in the state and on callbacks of every rank; what is rank zero's "
         "alone belongs into a callback in RankZeroOnly, or into SyncGradients(skip=...)",
-        extra=agreement.digest(checksums),
+        extra=(agreement.digest(checksums), [each.wish_to_stop(state) for each in gradients]),
         head_bytes=collectives.SHORT_BYTES,
     )
+    digests = [digest for digest, _ in everyone]
+    for index, each in enumerate(gradients):
+        each.agree_on_stop(state, [wishes[index] for _, wishes in everyone])
     names = [name for name, _ in parameters]
     if difference := replicas.difference(names, checksums, digests):
         name, ranks = difference
@@ -155,19 +162,19 @@ def _buffers_of(thing: Any) -> list[torch.Tensor]:
     return list(thing.buffers()) if isinstance(thing, torch.nn.Module) else []
 
 
-def _replicated(state: Any) -> replicas.Named:
+def _replicated(state: Any, found: trained.Found) -> replicas.Named:
     """Parameters and buffers, which must be equal on all ranks."""
     skip = _skipped(state)
-    return _with_values([*trained.parameters(state, skip), *trained.buffers(state, skip)])
+    return _with_values([*found.parameters(skip), *found.buffers(skip)])
 
 
 def _with_values(tensors: Iterable[tuple[str, torch.Tensor]]) -> replicas.Named:
     return [(name, each) for name, each in tensors if not is_lazy(each) and not each.is_meta]
 
 
-def _refuse_lazy(state: Any) -> None:
+def _refuse_lazy(found: trained.Found) -> None:
     """Parameters that get their shape in a run would get other values on each rank."""
-    lazy = [name for name, parameter in trained.parameters(state) if is_lazy(parameter)]
+    lazy = [name for name, parameter in found.parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(
             f"{lazy[0]} has no shape yet (a lazy module): it would get its values during the run, "
@@ -179,7 +186,7 @@ def _shapes(tensors: replicas.Named) -> dict[str, str]:
     return {f"the model's {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
 
 
-def _plan(state: Any) -> dict[str, Any]:
+def _plan(state: Any, found: trained.Found, tensors: replicas.Named) -> dict[str, Any]:
     """What must be equal on all ranks before they train together."""
     return {
         "the world size": collectives.world_size(),
@@ -191,9 +198,9 @@ def _plan(state: Any) -> dict[str, Any]:
             c.dtype for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, MixedPrecision)
         ],
         "the metrics": str(state[torchbearer.METRIC_LIST]),
-        **{name: type(each).__name__ for name, each in trained.optimizers(state).items()},
+        **{name: type(each).__name__ for name, each in found.optimizers.items()},
         **{f"the version of {name}": version for name, version in versions().items()},
-        **_shapes(_replicated(state)),
+        **_shapes(tensors),
     }
 
 

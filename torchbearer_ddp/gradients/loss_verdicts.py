@@ -24,6 +24,8 @@ CHOICES = ("mean", "sum", "coupled")
 _STANDARD_CLOSURE = base_closure.__qualname__ + ".<locals>.closure"
 #: How many batches are looked at where one cannot tell.
 _TRIES = 3
+#: Kinds that do not depend on what callbacks and closures add to a loss.
+_KEPT = ("mean", "weighted")
 _PAGE = "See the page on losses in the documentation."
 _LINES = {
     "sum": "the loss is a sum over its samples, so the gradients of all ranks are added",
@@ -64,7 +66,9 @@ class LossVerdicts:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was found: a run begins."""
+        """Forgets what was found."""
+        #: The closure of the Trial that computes the losses; None before the first is found.
+        self._closure: Any = None
         #: The kinds found so far, in the order of the backward passes of a step.
         self.kinds: list[str] = []
         #: The criterion and reduction of each; a description if found before a restart.
@@ -78,6 +82,20 @@ class LossVerdicts:
         self._doubted: set[int] = set()
         self._taken_for_means: set[str] = set()
         self.early_total = EarlyTotal()
+
+    def begin(self) -> None:
+        """Begins a run: forgets what was found, but not that a loss of torch is a mean.
+
+        In the standard closure such a loss stays one, whatever callbacks add to it.
+        """
+        kept, closure = [*zip(self.kinds, self._criteria, strict=True)], self._closure
+        self.clear()
+        if _is_standard(closure) and all(
+            kind in _KEPT and _is_of_torch(criterion) for kind, (criterion, _) in kept
+        ):
+            self.kinds = [kind for kind, _ in kept]
+            self._criteria = [found for _, found in kept]
+            self._closure = closure
 
     def state_dict(self) -> list[list[str]]:
         """The kinds found so far, and a description of the criterion of each."""
@@ -136,6 +154,11 @@ class LossVerdicts:
             return
         loss, criterion = state.get(torchbearer.LOSS), state.get(torchbearer.CRITERION)
         seen, self._seen = self._seen, id(loss)
+        closure = _closure_of(state)
+        if closure is not self._closure:
+            if self._closure is not None:  # what it was before has nothing to do with this one
+                self.kinds, self._criteria = [], []
+            self._closure = closure
         known = self._is_known(number, criterion)
         if known and not self._is_due(state, number):  # as at nearly every step
             return
@@ -233,6 +256,16 @@ def _reduction(criterion: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _closure_of(state: Any) -> Any:
+    """The closure of the Trial, which computes the losses."""
+    return getattr(state.get(torchbearer.SELF), "closure", None)
+
+
+def _is_standard(closure: Any) -> bool:
+    """True for a closure of torchbearer's own, whose loss is the criterion's."""
+    return bool(getattr(closure, "__qualname__", "") == _STANDARD_CLOSURE)
+
+
 def _is_of_torch(criterion: Any) -> bool:
     """True for a loss of torch itself, whose kind depends on its settings alone."""
     if isinstance(criterion, torch.nn.Module):
@@ -256,8 +289,6 @@ def _describe(criterion: Any) -> str:
 
 def _examine(criterion: Any, state: Any) -> Verdict:
     """The kind of the criterion, if the loss is the criterion's and not the closure's own."""
-    trial = state.get(torchbearer.SELF)
-    closure = getattr(getattr(trial, "closure", None), "__qualname__", "")
-    if closure != _STANDARD_CLOSURE and not is_value_of(criterion, state):
+    if not _is_standard(_closure_of(state)) and not is_value_of(criterion, state):
         return Verdict("unknown", "the closure computes another loss than the criterion")
     return classify(criterion, state)

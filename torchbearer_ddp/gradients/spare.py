@@ -45,9 +45,7 @@ class Spare:
         """Keeps a reducer, made for these of all parameters, unless an exchange was cut short."""
         if reducer.is_sending:
             return
-        last = _Last.spare() if _Last.spare is not None else None
-        if last is not None and last is not self:
-            last.drop()
+        _Last.drop(unless=self)
         _Last.spare = weakref.ref(self)
         self._kept = _Kept(reducer, group, group.gradients, _kinds(named), trained)
 
@@ -70,6 +68,7 @@ class Spare:
     def take(self, trained: Sequence[Trained]) -> Reducer | None:
         """What is kept, if it exchanges just these gradients; it is kept no longer."""
         kept, self._kept = self._kept, None
+        _Last.drop()  # before another one takes memory
         if kept is None or len(kept.trained) != len(trained):
             return None
         same = all(
@@ -84,6 +83,13 @@ class _Last:
     """The spare of this process that keeps something."""
 
     spare: weakref.ref[Spare] | None = None
+
+    @classmethod
+    def drop(cls, unless: Spare | None = None) -> None:
+        """Lets go of what it keeps."""
+        last = cls.spare() if cls.spare is not None else None
+        if last is not None and last is not unless:
+            last.drop()
 
 
 def _kinds(named: Named) -> list[Any]:

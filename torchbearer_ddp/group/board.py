@@ -125,5 +125,13 @@ def activities(entries: dict[int, dict[str, Any]]) -> str:
     )
 
 
+def out_of_step(entries: dict[int, dict[str, Any]]) -> str:
+    """The message where ranks with the same number of exchanges do different things."""
+    return (
+        f"Ranks are out of step: {activities(entries)}. Every rank must run the same steps; look "
+        "for a branch, a loop or a callback that only some ranks have."
+    )
+
+
 def _more(ranks: list[int]) -> list[str]:
     return [f"{len(ranks) - JUDGES} more"] if len(ranks) > JUDGES else []

@@ -12,17 +12,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torchbearer_ddp import checked, errors
-from torchbearer_ddp.group import framing, layouts, membership, streaming, wire
-from torchbearer_ddp.group.waiting import Wait, complete, wait_for, waiter
+from torchbearer_ddp.group import exchanges, framing, layouts, membership, streaming, wire
 
 _T = TypeVar("_T")
 #: So much of what is nearly always short is sent at first: each rank gets it from every other.
 SHORT_BYTES = 256
-#: Large payloads are sent in pieces: gloo counts bytes in 32 bits in places.
-_PIECE_BYTES = 64 * 2**20
+#: Tensors from this size on are broadcast one by one.
+_LARGE_BYTES = 2**20
 _ALONE = membership.Member()
 _PAIR = checked.items(checked.anything, 2)
 
@@ -108,7 +106,7 @@ def all_gather(value: Any, name: str, head_bytes: int = streaming.HEAD_BYTES) ->
         return [value]
     encoded, error = _encoded(value)
     content = encoded.packed()
-    contents = _exchange_content(content, partial(_gather_bytes, group), name, head_bytes)
+    contents = _exchange_content(content, partial(exchanges.all_gather, group), name, head_bytes)
     return _decoded(contents, error, name)
 
 
@@ -127,12 +125,8 @@ def gather_to(value: Any, name: str, target: int = 0) -> list[Any]:
         with wire.received(sender, name):
             sizes.append(checked.byte_count(_PAIR(announced, "it")[0], "its length"))
     raise_first([described for _, described in found])
-    mine, received = framing.with_length(content, max(sizes)), None
-    if group.member.rank == target:
-        received = [torch.empty_like(mine) for _ in sizes]
-    wait = Wait(group, name)
-    wait_for(dist.gather(mine, received, target, group=group.control, async_op=True), wait)
-    contents = [each[:size] for each, size in zip(received or [], sizes, strict=False)]
+    received = exchanges.gather(group, framing.with_length(content, max(sizes)), target, name)
+    contents = [each[:size] for each, size in zip(received, sizes, strict=False)]
     return _decoded(contents, None, name)
 
 
@@ -144,15 +138,14 @@ def scatter(values: Sequence[Any], name: str) -> Any:
     packed: list[torch.Tensor] = []
 
     def pack() -> int:
-        packed.extend(framing.length_first(wire.encode(value)) for value in values)
-        return max(map(len, packed))
+        packed.extend(wire.encode(value) for value in values)
+        return max(map(len, packed)) + framing.LENGTH_BYTES
 
     longest = from_rank_zero(pack, f"{name} (sizes)")
     with wire.received(0, name):
-        mine = torch.empty(checked.byte_count(longest, "its length"), dtype=torch.uint8)
-    parts = [framing.with_length(each, longest) for each in packed] or None
-    wait = Wait(group, name)
-    wait_for(dist.scatter(mine, parts, 0, group=group.control, async_op=True), wait)
+        checked.byte_count(longest, "its length")
+    parts = [framing.message(each, longest) for each in packed] or None
+    mine = exchanges.scatter(group, parts, longest, name)
     with wire.received(0, name):
         return wire.decode(mine[framing.LENGTH_BYTES :][: framing.length(mine)])
 
@@ -163,7 +156,7 @@ def broadcast(value: _T, name: str) -> _T:
     if group is None:
         return value
     mine, error = _encoded(value) if is_rank_zero() else (None, None)
-    received = streaming.broadcast(mine, partial(_broadcast_bytes, group), name)
+    received = streaming.broadcast(mine, partial(exchanges.broadcast, group), name)
     if error is not None:
         raise error
     with wire.received(0, name):
@@ -176,9 +169,16 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Overwrites tensors with those of rank zero; shapes, dtypes and layouts must be equal."""
     if group := _group_with_peers():
         strided = [tensor for tensor in tensors if layouts.is_strided(tensor)]
-        for flat, description in _flattened(strided, name):
+        large = [each for each in strided if each.nbytes >= _LARGE_BYTES]
+        for tensor in large:
+            # Straight into its memory: a copy of a large model would cost more than sending it.
+            flat = layouts.to_bytes(tensor)
+            exchanges.broadcast(group, flat, f"{name} ({_kind(tensor)}, {tensor.numel()} elements)")
+            layouts.overwrite_bytes(tensor, flat)
+        small = [each for each in strided if each.nbytes < _LARGE_BYTES]
+        for flat, description in _flattened(small, name):
             # As bytes: gloo and NCCL do not know every dtype.
-            _broadcast_bytes(group, flat.view(torch.uint8), description)
+            exchanges.broadcast(group, flat.view(torch.uint8), description)
         others = [tensor for tensor in tensors if not layouts.is_strided(tensor)]
         if others:  # sparse: rank zero's may have another number of elements
             for tensor, value in zip(others, broadcast(others, f"{name} (sparse)"), strict=True):
@@ -189,8 +189,7 @@ def all_reduce(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Replaces each tensor by its sum over all ranks; shapes and dtypes must be equal."""
     if group := _group_with_peers():
         for flat, description in _flattened(tensors, name):
-            wait, channel = Wait(group, description), _channel(group, flat)
-            waiter(channel)(dist.all_reduce(flat, group=channel, async_op=True), wait)
+            exchanges.all_reduce(group, flat, description)
 
 
 def any_rank(flag: bool, name: str) -> bool:
@@ -259,8 +258,7 @@ def _group_with_peers() -> membership.Group | None:
     group = membership.current()
     if group is None or group.member.world_size == 1:
         return None
-    if not group.has_channels:  # a group that the user made, at its first exchange
-        complete(group.make_channels, Wait(group, "the channels of the process group"))
+    exchanges.open_channels(group)
     return group
 
 
@@ -271,7 +269,7 @@ def _exchange_content(
     head_bytes: int,
 ) -> list[torch.Tensor]:
     """Exchanges encoded values: their lengths with those that fit, and if one does not fit, all."""
-    heads = exchange(framing.with_length(framing.length_first(mine, head_bytes), head_bytes), name)
+    heads = exchange(framing.message(mine, head_bytes), name)
     sizes = []
     for sender, each in enumerate(heads):
         with wire.received(sender, name):
@@ -302,26 +300,6 @@ def _decoded(contents: Sequence[torch.Tensor], error: TypeError | None, name: st
     return values
 
 
-def _gather_bytes(group: membership.Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:
-    everyone = [torch.empty_like(mine) for _ in range(group.member.world_size)]
-    wait = Wait(group, name)
-    wait_for(dist.all_gather(everyone, mine, group=group.control, async_op=True), wait)
-    return everyone
-
-
-def _broadcast_bytes(group: membership.Group, flat: torch.Tensor, name: str) -> list[torch.Tensor]:
-    """Overwrites a tensor with rank zero's, and returns it."""
-    wait, channel = Wait(group, name), _channel(group, flat)
-    wait_on = waiter(channel)
-    for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
-        wait_on(dist.broadcast(piece, 0, group=channel, async_op=True), wait)
-    return [flat]
-
-
-def _channel(group: membership.Group, tensor: torch.Tensor) -> Any:
-    return group.control if tensor.device.type == "cpu" else group.gradients
-
-
 @torch.no_grad()
 def _flattened(tensors: Sequence[torch.Tensor], name: str) -> Iterator[tuple[torch.Tensor, str]]:
     """All tensors of each dtype and device as one, which is copied back after its exchange."""
@@ -329,12 +307,15 @@ def _flattened(tensors: Sequence[torch.Tensor], name: str) -> Iterator[tuple[tor
     for tensor in tensors:
         if tensor.numel():
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for (dtype, place), members in kinds.items():
+    for (dtype, _), members in kinds.items():
         joined = torch.cat([layouts.to_bytes(tensor) for tensor in members])
         flat = joined.view(dtype)
-        # The number of a device may differ between the ranks.
-        kind = f"{str(dtype).removeprefix('torch.')} on {place.type}"
-        yield flat, f"{name} ({kind}, {flat.numel()} elements)"
+        yield flat, f"{name} ({_kind(flat)}, {flat.numel()} elements)"
         parts = torch.split(flat, [tensor.numel() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):
             layouts.overwrite(tensor, part.view(tensor.shape))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What messages say of a tensor; the number of its device may differ between the ranks."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"

@@ -9,10 +9,13 @@ from torchbearer_ddp import checked
 LENGTH_BYTES = 8
 
 
-def length_first(content: torch.Tensor, most: int | None = None) -> torch.Tensor:
-    """The length of what is sent, and so many of its bytes."""
-    length = bytearray(len(content).to_bytes(LENGTH_BYTES, "little"))
-    return torch.cat([torch.frombuffer(length, dtype=torch.uint8), content[:most]])
+def message(content: torch.Tensor, size: int) -> torch.Tensor:
+    """A message of this size: the length of what is sent, and as many of its bytes as fit."""
+    found = bytearray(size)
+    found[:LENGTH_BYTES] = len(content).to_bytes(LENGTH_BYTES, "little")
+    part = content[: size - LENGTH_BYTES]
+    found[LENGTH_BYTES : LENGTH_BYTES + len(part)] = part.numpy().tobytes()
+    return torch.frombuffer(found, dtype=torch.uint8)
 
 
 def length(message: torch.Tensor) -> int:
@@ -21,7 +24,7 @@ def length(message: torch.Tensor) -> int:
     Raises:
         Unexpected: If it is longer than anything that this host could hold.
     """
-    size = int.from_bytes(message[:LENGTH_BYTES].numpy().tobytes(), "little")
+    size = int.from_bytes(message.numpy()[:LENGTH_BYTES].tobytes(), "little")
     return checked.byte_count(size, "its length")
 
 

@@ -23,6 +23,7 @@ from torchbearer_ddp.errors import DesyncError, LaunchError
 from torchbearer_ddp.group import (
     descriptors,
     environment,
+    exchanges,
     membership,
     memory,
     own_device,
@@ -98,10 +99,15 @@ def join(
         group.torch_group = dist.group.WORLD
         _give_up(group)
         raise
-    membership.set_current(group)
-    if member.world_size > 1:
-        unsynchronised.watch(afresh=True)
+    _enter(group)
     return int(roll[0]["seed"]) if member.seed is None else member.seed
+
+
+def _enter(group: Group) -> None:
+    membership.set_current(group)
+    if group.member.world_size > 1:
+        exchanges.open_channels(group)  # here, where every rank comes first
+        unsynchronised.watch(afresh=True)
 
 
 def _connect(

@@ -105,6 +105,17 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return memory(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
+def overwrite_bytes(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Gives a strided tensor the elements whose bytes :func:`to_bytes` has put into this order.
+
+    Where those are the memory of the tensor itself, there is nothing left to do.
+    """
+    if flat.data_ptr() == tensor.data_ptr():
+        torch.autograd.graph.increment_version(tensor)  # as any operation in place does
+    else:
+        overwrite(tensor, flat.view(tensor.dtype).view(tensor.shape))
+
+
 def make_writable(tensor: torch.Tensor) -> None:
     """Gives an expanded tensor memory of its own: torch refuses to write into it."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):

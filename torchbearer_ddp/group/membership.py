@@ -69,6 +69,10 @@ class Group:
     runs: int = 0
     #: The number of exchanges so far, equal on ranks that are in step.
     sequence: int = 0
+    #: True once it is decided what small messages go through.
+    is_open: bool = False
+    #: What they go through where all ranks are on one host and share memory; else None: gloo.
+    host_channel: Any = field(default=None, repr=False)
     #: True once every rank has an entry on the board, see :func:`board.read`.
     board_is_complete: bool = False
     #: Where ranks count that have made the newest channel; None before the first.

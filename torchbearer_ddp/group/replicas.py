@@ -29,12 +29,13 @@ Named = list[tuple[str, torch.Tensor]]
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
     """One checksum per tensor, on the host; a GPU computes its own and sends them together."""
     found = [_checksum(tensor) for _, tensor in tensors]
-    on_host = torch.zeros(len(found), dtype=torch.int64)
-    by_device: dict[torch.device, list[int]] = {}
+    on_host = torch.tensor([0 if torch.is_tensor(each) else each for each in found]).long()
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for index, value in enumerate(found):
-        by_device.setdefault(value.device, []).append(index)
-    for indices in by_device.values():
-        on_host[indices] = torch.stack([found[index] for index in indices]).cpu()
+        if torch.is_tensor(value):
+            by_device.setdefault(value.device, {})[index] = value
+    for values in by_device.values():
+        on_host[[*values]] = torch.stack([*values.values()]).cpu()
     return on_host
 
 
@@ -59,14 +60,15 @@ def first_difference(
     return None
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def _checksum(tensor: torch.Tensor) -> int | torch.Tensor:
+    """A number, or where the tensor is on a device one that is still there."""
     parts = layouts.sparse_parts(tensor) or [tensor]
     if parts[0].device.type != "cpu":
         return device_checksum(parts)
     crc = 0
     for part in parts:
         crc = _host_checksum(layouts.to_bytes(part).numpy(), crc)
-    return torch.tensor(crc)
+    return crc
 
 
 def _host_checksum(data: numpy.typing.NDArray[numpy.uint8], crc: int) -> int:
@@ -76,8 +78,10 @@ def _host_checksum(data: numpy.typing.NDArray[numpy.uint8], crc: int) -> int:
     """
     count = _MANY_COLUMNS if len(data) >= _LARGE_BYTES else _FEW_COLUMNS
     whole = len(data) - len(data) % (count * _WORD_BYTES)
-    columns: Any = data[:whole].view(numpy.int64).reshape(-1, count).sum(axis=0)
-    return zlib.crc32(data[whole:], zlib.crc32(columns, crc))  # type: ignore[arg-type]
+    if whole:
+        rows = data[:whole].view(numpy.int64).reshape(-1, count)
+        crc = zlib.crc32(numpy.add.reduce(rows), crc)
+    return zlib.crc32(data[whole:], crc)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,60 @@ _PASSED_OVER = {torchbearer.SELF, torchbearer.CALLBACK_LIST, torchbearer.HISTORY
 _DEPTH = 3
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a run trains at one moment: to look for it once is enough for one hook.
+
+    Attributes:
+        modules: Every module by its name, the model first.
+        optimizers: Every optimizer by its name, the Trial's first.
+    """
+
+    modules: dict[str, torch.nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+
+    def parameters(self, skip: Iterable[Any] = ()) -> Named:
+        """Every parameter once, with its name: those of modules, then others of optimizers.
+
+        Args:
+            skip: Modules and parameters that are left out.
+        """
+        seen = {id(parameter) for each in skip for parameter in parameters_of(each)}
+        found: Named = []
+        for prefix, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found.append((_full_name(prefix, name), parameter))
+        for name, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for p, parameter in enumerate(group["params"]):
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        found.append((f"{name}.param_groups[{g}]['params'][{p}]", parameter))
+        return found
+
+    def buffers(self, skip: Iterable[Any] = ()) -> list[tuple[str, torch.Tensor]]:
+        """Every buffer once, with its name."""
+        seen = {id(b) for m in skip if isinstance(m, torch.nn.Module) for b in m.buffers()}
+        found: list[tuple[str, torch.Tensor]] = []
+        for prefix, module in self.modules.items():
+            for name, buffer in module.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found.append((_full_name(prefix, name), buffer))
+        return found
+
+
+def find(state: Any) -> Found:
+    """The modules and optimizers in the state and on its callbacks."""
+    things = list(walk(state))
+    return Found(
+        {name: each for name, each in things if isinstance(each, torch.nn.Module)},
+        {name: each for name, each in things if isinstance(each, torch.optim.Optimizer)},
+    )
+
+
 def walk(state: Any) -> Iterator[tuple[str, Any]]:
     """Every object in the state and on its callbacks, once, with a name that runs have in common.
 
@@ -51,12 +106,12 @@ def walk(state: Any) -> Iterator[tuple[str, Any]]:
 
 def modules(state: Any) -> dict[str, torch.nn.Module]:
     """Every module by its name, the model first."""
-    return {name: each for name, each in walk(state) if isinstance(each, torch.nn.Module)}
+    return find(state).modules
 
 
 def optimizers(state: Any) -> dict[str, torch.optim.Optimizer]:
     """Every optimizer by its name, the Trial's first."""
-    return {name: each for name, each in walk(state) if isinstance(each, torch.optim.Optimizer)}
+    return find(state).optimizers
 
 
 def averaged_by_torch(state: Any) -> list[torch.nn.Module]:
@@ -66,41 +121,8 @@ def averaged_by_torch(state: Any) -> list[torch.nn.Module]:
 
 
 def parameters(state: Any, skip: Iterable[Any] = ()) -> Named:
-    """Every parameter once, with its name: those of modules, then others that optimizers train.
-
-    Args:
-        state: The state of a run.
-        skip: Modules and parameters that are left out.
-    """
-    seen = {id(parameter) for each in skip for parameter in parameters_of(each)}
-    found: Named = []
-    things = list(walk(state))
-    for prefix, thing in things:
-        if isinstance(thing, torch.nn.Module):
-            for name, parameter in thing.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found.append((_full_name(prefix, name), parameter))
-    for name, thing in things:
-        if isinstance(thing, torch.optim.Optimizer):
-            for g, group in enumerate(thing.param_groups):
-                for p, parameter in enumerate(group["params"]):
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        found.append((f"{name}.param_groups[{g}]['params'][{p}]", parameter))
-    return found
-
-
-def buffers(state: Any, skip: Iterable[Any] = ()) -> list[tuple[str, torch.Tensor]]:
-    """Every buffer once, with its name."""
-    seen = {id(b) for m in skip if isinstance(m, torch.nn.Module) for b in m.buffers()}
-    found: list[tuple[str, torch.Tensor]] = []
-    for prefix, module in modules(state).items():
-        for name, buffer in module.named_buffers():
-            if id(buffer) not in seen:
-                seen.add(id(buffer))
-                found.append((_full_name(prefix, name), buffer))
-    return found
+    """Every parameter once, with its name; see :meth:`Found.parameters`."""
+    return find(state).parameters(skip)
 
 
 def parameters_of(thing: Any) -> list[torch.nn.Parameter]:

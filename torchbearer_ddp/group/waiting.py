@@ -60,14 +60,17 @@ class Wait:
     Args:
         group: The group to wait for.
         activity: What is exchanged, for messages: equal on every rank that is in step.
+
+    Attributes:
+        sequence: The number of the exchange.
     """
 
     def __init__(self, group: Group, activity: str) -> None:
         group.sequence += 1
         debug.note_exchange(activity)
         self._group = group
-        self._sequence = group.sequence
-        self._activity = activity
+        self.sequence = group.sequence
+        self.activity = activity
         self._started = time.monotonic()
         self._polls = 0
         self._last_poll = self._last_answer = -math.inf
@@ -133,7 +136,7 @@ class Wait:
         return PeerLost(
             f"Lost connection to {suspects}. It was killed, its host went down, or the network "
             f"failed. See that rank's output. (Rank {self._group.member.rank} on "
-            f"{socket.gethostname()} lost contact during {self._activity}; the transport reported: "
+            f"{socket.gethostname()} lost contact during {self.activity}; the transport reported: "
             f"{str(error).splitlines()[0][:200]})",
             rank=silent[0] if silent else None,
             host=self._group.hosts[silent[0]] if silent else None,
@@ -151,10 +154,10 @@ class Wait:
         holder, waiter = self._names([0]), f"rank {self._group.member.rank}"
         return PeerLost(
             f"Rank {holder} or its launcher has ended: the store that it held is gone while "
-            f"{waiter} waited for {self._activity}. See its output for the cause."
+            f"{waiter} waited for {self.activity}. See its output for the cause."
             if ended
             else f"Rank {holder} did not answer within {self.timeout:g} s: it or its launcher "
-            f"holds the store that {waiter} needs while it waits for {self._activity}. It is "
+            f"holds the store that {waiter} needs while it waits for {self.activity}. It is "
             "frozen, or the network is cut. See its output.",
             rank=0,
             host=self._group.hosts[0],
@@ -171,11 +174,7 @@ class Wait:
             return
         entries = self._entries()
         if any(self._is_out_of_step(entry) for entry in entries.values()):
-            message = (
-                f"Ranks are out of step: {board.activities(entries)}. Every rank must run the same "
-                "steps; look for a branch, a loop or a callback that only some ranks have."
-            )
-            self._record_conclusion(DesyncError, message)
+            self._record_conclusion(DesyncError, board.out_of_step(entries))
         if late > 0:
             self._record_conclusion(PeerLost, self._unresponsive_message(entries))
 
@@ -207,7 +206,7 @@ class Wait:
         if is_gone(self._group.store):
             raise ConnectionResetError
         self._polls += 1
-        entry = {"sequence": self._sequence, "activity": self._activity, "poll": self._polls}
+        entry = {"sequence": self.sequence, "activity": self.activity, "poll": self._polls}
         self._group.store.set(f"waiting/{self._group.member.rank}", json.dumps(entry))
 
     def _entries(self) -> dict[int, dict[str, Any]]:
@@ -215,7 +214,7 @@ class Wait:
         return {
             rank: entry
             for rank, entry in board.read(self._group, self._answered).items()
-            if entry["sequence"] >= self._sequence or self._is_recent(rank, entry)
+            if entry["sequence"] >= self.sequence or self._is_recent(rank, entry)
         }
 
     def _is_recent(self, rank: int, entry: dict[str, Any]) -> bool:
@@ -226,7 +225,7 @@ class Wait:
         return now - self._behind[rank][1] < 3 * max(self._pace.pause, POLL_SECONDS)
 
     def _is_out_of_step(self, entry: dict[str, Any]) -> bool:
-        return bool(entry["sequence"] == self._sequence and entry["activity"] != self._activity)
+        return bool(entry["sequence"] == self.sequence and entry["activity"] != self.activity)
 
     def _unresponsive_message(self, entries: dict[int, dict[str, Any]]) -> str:
         silent = [r for r in range(self._group.member.world_size) if r not in entries]
@@ -237,7 +236,7 @@ class Wait:
             )
         return (
             f"Rank {self._names(silent)} did not answer within {self.timeout:g} s while the others "
-            f"waited for {self._activity}. It is frozen, overloaded or stuck. See its output, or "
+            f"waited for {self.activity}. It is frozen, overloaded or stuck. See its output, or "
             "allow more time with --timeout."
         )
 
@@ -257,10 +256,10 @@ class Wait:
     def _raise_if_left(self) -> None:
         """Raises if a rank that this exchange needs has left the group."""
         left = farewells(self._group.store, self._group.member.world_size)
-        gone = {r: each["why"] for r, each in left.items() if each["sequence"] < self._sequence}
+        gone = {r: each["why"] for r, each in left.items() if each["sequence"] < self.sequence}
         if gone:
             ranks, why = ", ".join(map(str, gone)), next(iter(gone.values()))
-            place = self._place or self._activity
+            place = self._place or self.activity
             message = (
                 f"Rank {ranks} has already {why} while rank {self._group.member.rank} is in "
                 f"{place}. Call it on every rank."

@@ -23,6 +23,7 @@ from torchbearer_ddp.group import layouts
 from torchbearer_ddp.group.plain_data import DEEPEST, PlainDataWalker, type_name
 
 _LENGTH_BYTES = 8
+_JSON = json.JSONEncoder(separators=(",", ":"))
 _CONTAINERS = {"list": list, "tuple": tuple, "set": set}
 #: What messages call what was received.
 _MESSAGE = "the message"
@@ -56,8 +57,10 @@ class Encoded:
 
     def packed(self) -> torch.Tensor:
         """All of it as one tensor."""
-        length = _byte_tensor(len(self.text).to_bytes(_LENGTH_BYTES, "little"))
-        return torch.cat([length, self.text, *self.blobs])
+        length = len(self.text).to_bytes(_LENGTH_BYTES, "little")
+        if not self.blobs:
+            return _byte_tensor(length + self.text.numpy().tobytes())
+        return torch.cat([_byte_tensor(length), self.text, *self.blobs])
 
 
 @dataclass
@@ -109,12 +112,15 @@ def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
         Unexpected: If it was not made by :func:`encode`.
     """
     with checked.damage(_MESSAGE):
-        length = int.from_bytes(packed[:_LENGTH_BYTES].numpy().tobytes(), "little")
-        text, blobs = torch.split(
-            packed[_LENGTH_BYTES:], [length, len(packed) - _LENGTH_BYTES - length]
-        )
+        data = packed.numpy()
+        begin, length = _LENGTH_BYTES, int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+        text, rest = data[begin : begin + length], packed[begin + length :]
+        if len(text) < length:
+            raise Unexpected(f"{_MESSAGE} ends before its text, of {length} bytes")
+        tree = _tree(text)
+        parts = torch.split(rest, found) if (found := _sizes_in(tree)) or len(rest) else ()
         # A clone is aligned for its dtype, which a view at any byte offset is not.
-        return build(text, (blob.clone() for blob in torch.split(blobs, sizes(text))), device)
+        return _Decoder((part.clone() for part in parts), device).build(tree)
 
 
 def sizes(text: torch.Tensor) -> list[int]:
@@ -124,11 +130,7 @@ def sizes(text: torch.Tensor) -> list[int]:
         Unexpected: If any part of the text is not what :func:`take_apart` writes.
     """
     with checked.damage(_MESSAGE):
-        tree = _tree(text)
-        if isinstance(tree, list) and tree[0] == "failure":
-            checked.items(checked.items(checked.text(), 2), 1)(tree[1:], _MESSAGE)
-            return []
-        return list(_sizes(tree))
+        return _sizes_in(_tree(text.numpy()))
 
 
 def build(text: torch.Tensor, blobs: Iterator[torch.Tensor], device: Any = "cpu") -> Any:
@@ -138,15 +140,23 @@ def build(text: torch.Tensor, blobs: Iterator[torch.Tensor], device: Any = "cpu"
         Unexpected: If the bytes are not what the text says.
     """
     with checked.damage(_MESSAGE):
-        return _Decoder(blobs, device).build(_tree(text))
+        return _Decoder(blobs, device).build(_tree(text.numpy()))
 
 
-def _tree(text: torch.Tensor) -> Any:
-    return checked.from_json(text.numpy().tobytes(), checked.anything, _MESSAGE, len(text))
+def _tree(text: Any) -> Any:
+    return checked.from_json(text.tobytes(), checked.anything, _MESSAGE, len(text))
+
+
+def _sizes_in(tree: Any) -> list[int]:
+    """Checks a tree; returns the bytes of each tensor in it."""
+    if isinstance(tree, list) and tree[0] == "failure":
+        checked.items(checked.items(checked.text(), 2), 1)(tree[1:], _MESSAGE)
+        return []
+    return list(_sizes(tree))
 
 
 def _text(tree: Any) -> torch.Tensor:
-    return _byte_tensor(json.dumps(tree, separators=(",", ":")).encode())
+    return _byte_tensor(_JSON.encode(tree).encode())
 
 
 def _sizes(node: Any) -> Iterator[int]:

@@ -21,9 +21,8 @@ from tests.gradients.transport_cases import (
 )
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
-from torchbearer_ddp.gradients.transports import segment
 from torchbearer_ddp.gradients.transports.compression import NUMBER_BY_NUMBER, Compression
-from torchbearer_ddp.group import collectives, membership
+from torchbearer_ddp.group import collectives, membership, segment
 
 
 @pytest.mark.parametrize("layout", ["aabb", "abba", "aabbcc"])

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchbearer_ddp.commands import facts
-from torchbearer_ddp.gradients.transports import hosts, segment
-from torchbearer_ddp.group import network
+from torchbearer_ddp.group import hosts, network, segment
 from torchbearer_ddp.group.join import versions
 
 #: How many ports are opened at the same time, as a group of ranks does.

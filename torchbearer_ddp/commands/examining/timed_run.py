@@ -29,8 +29,8 @@ from torchbearer_ddp.commands.proving.outputs import kept_apart
 from torchbearer_ddp.commands.proving.replacing import replaced
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.gradients.transports.hosts import HOST_ID_VARIABLE
 from torchbearer_ddp.group import collectives, trained
+from torchbearer_ddp.group.hosts import HOST_ID_VARIABLE
 from torchbearer_ddp.launch.child import die_with
 from torchbearer_ddp.launch.run import run_distributed
 from torchbearer_ddp.launch.script import run_script

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from torchbearer_ddp.errors import DistributedError
-from torchbearer_ddp.gradients.transports import hosts, segment
 from torchbearer_ddp.gradients.transports.compression import POWERSGD, Compression, hook_name
 from torchbearer_ddp.gradients.transports.hierarchical import HierarchicalTransport
 from torchbearer_ddp.gradients.transports.hooked import HookTransport
-from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
 from torchbearer_ddp.gradients.transports.interface import Bucket, Transport
 from torchbearer_ddp.gradients.transports.leaders import LeaderTransport
 from torchbearer_ddp.gradients.transports.shared_memory import SegmentError, SharedMemoryTransport
 from torchbearer_ddp.gradients.transports.torch_dist import TorchTransport
-from torchbearer_ddp.group import agreement
+from torchbearer_ddp.group import agreement, hosts, segment
+from torchbearer_ddp.group.hosts import Hosts, Process
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.own_device import backend_of
 

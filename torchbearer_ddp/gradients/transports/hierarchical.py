@@ -12,7 +12,6 @@ import torch
 
 from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.transports.hooked import HookedSum
-from torchbearer_ddp.gradients.transports.hosts import Hosts
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.shared_memory import (
     Exchange,
@@ -21,6 +20,7 @@ from torchbearer_ddp.gradients.transports.shared_memory import (
 )
 from torchbearer_ddp.gradients.transports.sums import Lanes, Sum
 from torchbearer_ddp.gradients.transports.torch_dist import lanes_between, make_sums, piece_numel
+from torchbearer_ddp.group.hosts import Hosts
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait
 

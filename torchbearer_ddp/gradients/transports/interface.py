@@ -9,9 +9,6 @@ import torch
 
 from torchbearer_ddp.group.waiting import Wait
 
-#: What ranks write at the same time lies on cache lines of its own.
-LINE_BYTES = 64
-
 
 @dataclass
 class Bucket:

@@ -18,10 +18,10 @@ from torchbearer_ddp.gradients.transports.hooked import (
     last_of_groups,
     put_into,
 )
-from torchbearer_ddp.gradients.transports.hosts import Hosts
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.shared_memory import SharedMemoryTransport
 from torchbearer_ddp.gradients.transports.sums import Sum
+from torchbearer_ddp.group.hosts import Hosts
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait, complete
 

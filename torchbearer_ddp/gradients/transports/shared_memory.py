@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from torchbearer_ddp.errors import DesyncError, DistributedError
-from torchbearer_ddp.gradients.transports.hosts import Hosts, Process
-from torchbearer_ddp.gradients.transports.interface import LINE_BYTES, Bucket
-from torchbearer_ddp.gradients.transports.segment import Segment
-from torchbearer_ddp.gradients.transports.semaphores import Signals
+from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.group import collectives
+from torchbearer_ddp.group.hosts import Hosts, Process
 from torchbearer_ddp.group.membership import Group
+from torchbearer_ddp.group.segment import LINE_BYTES, Segment
+from torchbearer_ddp.group.semaphores import Signals
 from torchbearer_ddp.group.waiting import Wait
 
 #: What a rank sums at a time, over all ranks together: less costs more calls than it saves in the

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from torchbearer_ddp.gradients.transports.hosts import Process
-from torchbearer_ddp.gradients.transports.interface import LINE_BYTES
-from torchbearer_ddp.gradients.transports.segment import Segment
+from torchbearer_ddp.group.hosts import Process
+from torchbearer_ddp.group.segment import LINE_BYTES, Segment
 from torchbearer_ddp.group.waiting import POLL_SECONDS, Wait
 
 #: How long a wait yields its core to others before it sleeps: a sleep costs a wake-up (measured:

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 
 import torch
 
-from torchbearer_ddp.gradients.transports.hosts import Process
+from torchbearer_ddp.group.hosts import Process
 
+#: What ranks write at the same time lies on cache lines of its own.
+LINE_BYTES = 64
 #: A directory to take the memory from instead (its free space is then the limit).
 DIRECTORY_VARIABLE = "TORCHBEARER_DDP_SHM_DIR"
 
