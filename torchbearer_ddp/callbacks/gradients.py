@@ -129,11 +129,8 @@ class SyncGradients(OrderedCallback):
         self.every = every
         options = Options(transport, bucket_bytes, self._compression)
         check_every(every, self._compression)
-        parts = (
-            Averager(options, self.skip),
-            Accumulation(accumulate),
-            LossVerdicts(loss, weight, weighted),
-        )
+        losses = LossVerdicts(loss, weight, weighted)
+        parts = Averager(options, self.skip), Accumulation(accumulate), losses
         self._exchange: StepExchange = (
             StepExchange(*parts) if every == 1 else LocalExchange(*parts, every, options)
         )
