@@ -177,6 +177,75 @@ def test_a_loss_of_torch_is_examined_once(monkeypatch):
     assert len(seen) == (1 if collectives.rank() else 5)  # batches 0, 1, 3 and two more epochs
 
 
+class MeanOrSum:
+    """A closure of the user's own, whose loss is the criterion's or a sum."""
+
+    def __init__(self, *, sums):
+        self.sums = sums
+
+    def __call__(self, state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        state[torchbearer.Y_PRED] = state[torchbearer.MODEL](state[torchbearer.X])
+        loss = state[torchbearer.CRITERION](state[torchbearer.Y_PRED], state[torchbearer.Y_TRUE])
+        state[torchbearer.LOSS] = loss * len(state[torchbearer.X]) if self.sums else loss
+        state[torchbearer.CALLBACK_LIST].on_criterion(state)
+        state[torchbearer.LOSS].backward()
+        state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+
+def nothing_changes(trial):
+    trial.run(2)
+
+
+def another_closure(trial):
+    trial.with_closure(MeanOrSum(sums=True)).run(2)
+
+
+def another_criterion(trial):
+    trial.state[torchbearer.CRITERION] = nn.CrossEntropyLoss(reduction="sum")
+    trial.run(2)
+
+
+def a_closure_that_changes(trial):
+    closure = MeanOrSum(sums=False)
+    trial.with_closure(closure).run(2)
+    closure.sums = True
+    trial.run(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "looks", "told"),
+    [
+        (nothing_changes, 0, False),
+        (another_closure, 1, True),
+        (another_criterion, 1, False),
+        (a_closure_that_changes, 2, True),
+    ],
+)
+def test_the_next_run_knows_what_cannot_have_changed_and_no_more(change, looks, told):
+    def program():
+        trial, _ = trained(nn.CrossEntropyLoss(), epochs=1)
+        with pytest.MonkeyPatch.context() as patch, LogLines() as lines:
+            seen, examine = [], loss_verdicts._examine
+            patch.setattr(loss_verdicts, "_examine", lambda *a: seen.append(1) or examine(*a))
+            change(trial)
+        return parameters(trial), len(seen), "\n".join(lines)
+
+    expected, _, _ = program()
+
+    @ranks(2)
+    def body():
+        found, seen, lines = program()
+        assert seen == looks
+        if told:  # nobody can tell a mean from a sum there
+            if collectives.is_rank_zero():
+                assert "the closure computes another loss than the criterion" in lines
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+    body()
+
+
 @ranks(2)
 def test_what_a_second_network_keeps_under_its_own_key_is_not_taken_for_the_criterion():
     """Between two steps the state has the loss and the predictions of the one before."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from torchbearer_ddp import checked
-from torchbearer_ddp.group import environment, framing, hosts, segment, wire
-from torchbearer_ddp.group.host_channel import MOST_BYTES, HostChannel
+from torchbearer_ddp.group import framing, hosts, segment, wire
+from torchbearer_ddp.group.host_channel import MOST_BYTES, MOST_RANKS, HostChannel
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait, complete, wait_for, waiter
 
@@ -37,7 +37,7 @@ def open_channels(group: Group) -> None:
         complete(group.make_channels, Wait(group, "the channels of the process group"))
     if not group.is_open:
         group.is_open = True
-        if 1 < group.member.world_size <= environment.MESH_RANKS:
+        if 1 < group.member.world_size <= MOST_RANKS:
             group.host_channel = _host_channel(group)
 
 

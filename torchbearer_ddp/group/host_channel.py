@@ -22,6 +22,8 @@ from torchbearer_ddp.group.waiting import Wait
 
 #: The most bytes of a message; longer ones are left to gloo.
 MOST_BYTES = 8192
+#: The most ranks: each of them signals every other one.
+MOST_RANKS = 64
 #: In front of a message: the number of the exchange, its length, and what it is for.
 _STAMP = struct.Struct("<QQI")
 _ACTIVITY_AT, _ACTIVITY_BYTES = 32, 224

@@ -22,7 +22,7 @@ from tests.gradients.transport_cases import (
 from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.gradients.transports import shared_memory
-from torchbearer_ddp.group import collectives, hosts, membership, segment
+from torchbearer_ddp.group import collectives, membership, segment
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -205,20 +205,6 @@ def test_ranks_that_ask_for_different_buckets_raise():
     for requested in ("shm", "gloo"):
         with pytest.raises(DesyncError, match=r"bucket 1 .*: 10 \+ 0 .* rank 0; 11 \+ 0 .* rank 1"):
             make(requested, [bucket(5), bucket(10 + collectives.rank())])
-
-
-def test_a_process_is_not_taken_for_another_with_its_id():
-    started = hosts.start_time(os.getpid())
-    mine = hosts.Process(rank=0, host="a", pid=os.getpid(), started=started, machine="b")
-    assert mine.alive()
-    assert not hosts.Process(0, "a", os.getpid(), started + 1, "b").alive()
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # ended, and its parent has not asked
-    assert hosts.start_time(child) is None
-    os.waitpid(child, 0)
-    assert hosts.start_time(child) is None
 
 
 # Where shared memory is not possible.
