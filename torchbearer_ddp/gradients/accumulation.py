@@ -2,12 +2,13 @@
 
 torchbearer clears the gradients before each batch and steps after it. So between two batches the
 gradients are taken away, and the optimizer, which skips a parameter without a gradient, does
-nothing; right before the next backward they are put back, and backward adds to them.
+nothing; after the next backward they are added. They are not put back before it, for backward to
+add to: a closure may clear gradients at any moment until then, or make none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,8 +48,6 @@ class Accumulation:
         self._total = 0.0
         #: The gradients so far are a sum, each times its weight, divided by this.
         self._unit = 0.0
-        #: What was put back for the running batch, and the version that each gradient had then.
-        self._restored: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
 
     @property
     def is_used(self) -> bool:
@@ -88,24 +87,6 @@ class Accumulation:
         batch: int = state[torchbearer.BATCH] + 1
         return batch % self.batches != 0 and bool(batch != state[torchbearer.STEPS])
 
-    def restore(self, average: Average, weight: float) -> None:
-        """Puts the gradients back, right before backward adds to them."""
-        if not counts_nothing(average, weight) and not self._is_larger(average, weight):
-            for parameter, gradient in self._in_units_of(weight, average):
-                parameter.grad = gradient
-                self._restored.append((parameter, gradient, gradient._version))
-            self._held, self._unit = [], weight
-
-    def has_new_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """True if the running batch has made a gradient; what was put back for it is none."""
-        restored = {id(p): (gradient, version) for p, gradient, version in self._restored}
-        for parameter in parameters:
-            before, version = restored.get(id(parameter), (None, 0))
-            is_same = parameter.grad is before
-            if parameter.grad is not None and not (is_same and parameter.grad._version == version):
-                return True
-        return False
-
     def hold(self, state: Any, average: Average, weight: float) -> float | None:
         """Takes this batch's gradients away, or makes their average ready.
 
@@ -129,7 +110,6 @@ class Accumulation:
         if counts_nothing(average, weight):
             for parameter in _parameters(state):
                 parameter.grad = None
-            self._take_back()
             weight, self._unit = 0.0, self._unit or 1.0
         trained = _gradients(state)
         unit = weight or self._unit
@@ -137,9 +117,9 @@ class Accumulation:
             for parameter, gradient in _each(trained, torch._foreach_mul, weight / self._unit):
                 parameter.grad = gradient
             unit = self._unit
-        for parameter, added in self._in_units_of(unit, average):  # it was not restored
-            parameter.grad = added if parameter.grad is None else parameter.grad + added
-        self._held, self._unit, self._restored = [], unit, []
+        for parameter, held in self._in_units_of(unit, average):
+            parameter.grad = held if parameter.grad is None else _sum(held, parameter.grad)
+        self._held, self._unit = [], unit
         self._batches_done += 1
         self._total += weight
         trained = _gradients(state)
@@ -159,13 +139,6 @@ class Accumulation:
         self._begin()
         return total
 
-    def _take_back(self) -> None:
-        """Holds again what was put back for a batch that counts nothing after all."""
-        if all(gradient._version == version for _, gradient, version in self._restored):
-            self._held += [(parameter, gradient) for parameter, gradient, _ in self._restored]
-        else:  # a backward pass has added to it before it failed: what was held is lost
-            self._total = 0.0
-
     def _is_larger(self, average: Average, weight: float) -> bool:
         """True if held gradients in units of this weight could leave the range of fp16."""
         return average is Average.WEIGHTED and bool(self._held) and 0 < weight < self._unit
@@ -183,6 +156,11 @@ def _each(held: Held, operation: Callable[..., Any], number: float) -> Held:
         return held
     parameters, gradients = zip(*held, strict=True)
     return list(zip(parameters, operation(gradients, number), strict=True))
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum, also of a sparse gradient and one that is not: torch adds them in one order only."""
+    return other + one if one.is_sparse else one + other
 
 
 def _gradients(state: Any) -> Held:

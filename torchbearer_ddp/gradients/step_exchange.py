@@ -108,7 +108,6 @@ class StepExchange:
         """From here on a full bucket may travel while backward runs."""
         average, weight = self._prepare(state)
         if self.accumulation.is_used:
-            self.accumulation.restore(average, weight)
             # Gradients of several batches are not complete before they are divided, and those of a
             # batch that counts nothing are taken away again.
             is_held = self.accumulation.holds_gradients or self.accumulation.goes_on(state)
@@ -207,9 +206,9 @@ class StepExchange:
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if the batch has made gradients of what an optimizer trains."""
-        own = trained.parameters_of(optimizer)
         if self.group is None or self.accumulation.is_used:
-            return self.accumulation.has_new_gradient(own)
+            return has_gradient(optimizer)
+        own = trained.parameters_of(optimizer)
         return self.averager.has_new_gradient(frozenset(map(id, own)))
 
     def _share(self, state: Any, result: Any) -> Any:
@@ -256,6 +255,11 @@ class StepExchange:
             batch=state.get(torchbearer.BATCH) or 0,
             wishes=self.wishes.bits(),
         )
+
+
+def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """True if any parameter has a gradient."""
+    return any(each.grad is not None for each in trained.parameters_of(optimizer))
 
 
 def _like(loss: Any, value: float) -> Any:
