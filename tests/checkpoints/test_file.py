@@ -83,6 +83,56 @@ def test_what_could_not_be_read_is_refused_when_it_is_saved():
             Snapshot().copy({"value": value}, "checkpoint")
 
 
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_names_that_a_kill_has_prevented_are_made_at_the_next_start(done, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    monitors = ["val_loss", "val acc/1", "x" * 200]
+    bests = [folder.best_name(each) for each in monitors]
+    run = Folder(tmp_path)
+    run.put(PAYLOAD, ["epoch-0001.pt", *bests], Label(1, 1, 1))
+    made, link = [], os.link
+
+    def killed(*paths):
+        if len(made) == done:
+            raise Killed
+        made.append(paths)
+        link(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", killed)
+        with pytest.raises(Killed):
+            run.put({"epoch": 2}, ["epoch-0002.pt", *bests], Label(2, 2, 2))
+    assert file.read(tmp_path / bests[-1]) != {"epoch": 2}
+    path, payload, _ = Folder(tmp_path).read_newest()
+    assert (path.name, payload) == ("epoch-0002.pt", {"epoch": 2})
+    assert all(file.read(tmp_path / name) == payload for name in bests)
+    # An older best epoch stays what it is.
+    run.put({"epoch": 3}, ["epoch-0003.pt"], Label(3, 3, 3))
+    assert Folder(tmp_path).read_newest()[1] == {"epoch": 3}
+    assert all(file.read(tmp_path / name) == payload for name in bests)
+
+
+def test_only_names_that_we_give_are_taken_from_a_label(tmp_path):
+    (tmp_path / "run").mkdir()
+    others = ["../outside.pt", "best-/../../outside.pt", "epoch-0009.pt", "latest", "best-ok.pt"]
+    label = Label(1, 1, 1, names=others)
+    file.write(tmp_path / "run" / "epoch-0001.pt", PAYLOAD, label)
+    assert file.read_label(tmp_path / "run" / "epoch-0001.pt").names == others
+    Folder(tmp_path / "run").read_newest()
+    assert names(tmp_path / "run") == {"epoch-0001.pt", "latest", "best-ok.pt"}
+    assert names(tmp_path) == {"run"}
+
+
+def test_a_label_with_many_names_is_read_whole(tmp_path):
+    run = Folder(tmp_path)
+    bests = [folder.best_name(f"{index}" * 220) for index in range(10)]
+    run.put(PAYLOAD, ["epoch-0001.pt", *bests], Label(1, 1, 1))
+    assert len(file.read_label(tmp_path / "epoch-0001.pt").names) == file.MOST_NAMES
+    assert len(names(tmp_path)) == 12
+
+
 def test_modes_do_not_depend_on_the_umask(tmp_path):
     old = os.umask(0)
     try:

@@ -15,7 +15,7 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,9 +29,14 @@ from torchbearer_ddp.errors import CheckpointError
 from torchbearer_ddp.group.failures import TEMPORARY_PREFIX
 
 _MARK = b"torchbearer_ddp checkpoint "
-_LONGEST_COMMENT = 512
+_LONGEST_COMMENT = 4096
+#: So many file names of 255 characters fit into it.
+MOST_NAMES = 8
 _COUNT = checked.whole(0)
-_LABEL = checked.record({"serial": _COUNT, "epochs": _COUNT, "step": _COUNT, "records": _COUNT})
+_LABEL = checked.record(
+    {"serial": _COUNT, "epochs": _COUNT, "step": _COUNT, "records": _COUNT},
+    names=checked.items(checked.text()),
+)
 #: What torch reads of each entry in the list of records.
 _LISTED = ("filename", "CRC", "file_size", "compress_size", "header_offset", "external_attr")
 
@@ -45,16 +50,19 @@ class Label:
         epochs: The number of epochs done.
         step: The number of training steps done, over all epochs.
         records: The CRC-32 of the archive's list of records; set when the file is written.
+        names: The other names of the same save, if it has several.
     """
 
     serial: int
     epochs: int
     step: int
     records: int = field(default=0, compare=False)
+    names: Sequence[str] = field(default=(), compare=False)
 
     def comment(self) -> bytes:
         """The comment of an archive with this label; it has a CRC-32 of its own."""
-        text = json.dumps(asdict(self)).encode()
+        entries = {name: each for name, each in asdict(self).items() if name != "names" or each}
+        text = json.dumps(entries).encode()
         return _MARK + text + b" %08x" % zlib.crc32(text)
 
 

@@ -15,6 +15,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NUMBERED = re.compile(r"(epoch|step)-\d+\.pt")
 _OURS = re.compile(rf"{_NUMBERED.pattern}|best-.+\.pt")
+#: What :func:`best_name` returns.
+_BEST = re.compile(r"best-[A-Za-z0-9_.-]*\.pt")
 #: The locks this process holds. They belong to the process, so a second Trial in it may go on.
 _locks: dict[Path, int] = {}
 
@@ -138,10 +141,11 @@ class Folder:
         """The newest whole checkpoint, its contents, and what is wrong with those after it.
 
         One whose contents do not pass the check is not whole. ``latest`` points to it from now on:
-        not to a damaged file, and not to the one before where a kill came between the two.
+        not to a damaged file, and not to the one before where a kill came between the two. It gets
+        its other names too where a kill came before those.
         """
         problems: list[str] = []
-        for path in [each for each in self.newest_first() if each.name not in self._passed_over]:
+        for path, label in [e for e in self._labelled() if e[0].name not in self._passed_over]:
             problem, payload = self._read(path, check)
             if problem:
                 problems.append(problem)
@@ -149,6 +153,8 @@ class Folder:
                 continue
             with contextlib.suppress(OSError):  # if nothing can be written, the first save fails
                 self._point_latest(path.name)
+                for name in self._missing_names(label):
+                    self._link(path.name, name)
             return path, payload, problems
         if problems:
             raise CheckpointError(
@@ -156,6 +162,12 @@ class Folder:
                 "remove them or give another folder."
             )
         return None, None, []
+
+    def _missing_names(self, label: Label | None) -> list[str]:
+        """The other names of a save under which there is an older one, or none."""
+        names = [name for name in (label.names if label else ()) if _BEST.fullmatch(name)]
+        found = {path.name: each for path, each in self._labelled()}
+        return [name for name in names if found.get(name) != label]
 
     def pass_over(self, path: Path) -> None:
         """Uses an older checkpoint than this one, which could not be put back."""
@@ -186,6 +198,7 @@ class Folder:
         first, *others = names
         failure = f"The checkpoint {self.path / first} could not be written"
         with _explained(failure, self._what_is_left):
+            label = replace(label, names=others[: file.MOST_NAMES])
             file.write(self.path / first, payload, label, self._file_mode)
             for name in others:
                 self._link(first, name)
