@@ -99,6 +99,29 @@ def test_a_rank_that_sends_more_than_fits_is_out_of_step_with_one_that_sends_les
         exchanges.all_gather(membership.current(), torch.zeros(size, dtype=torch.uint8), name)
 
 
+@ranks(3)
+def test_an_exchange_that_was_interrupted_on_one_rank_does_not_count_for_the_next():
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    store, mine = membership.current().store, collectives.rank()
+    for attempt in range(3):
+        if mine == 0:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)  # the others wait for this one
+            with pytest.raises(Interrupted):
+                collectives.all_gather(1, "interrupted")
+            store.set(f"interrupted {attempt}", "yes")
+        else:
+            store.wait([f"interrupted {attempt}"])
+            assert collectives.all_gather(1, "interrupted") == [1, 1, 1]
+        for index in range(5):
+            assert collectives.all_gather((mine, index), "next") == [(r, index) for r in range(3)]
+
+
 def test_a_killed_peer_is_named_within_seconds(tmp_path):
     def body():
         collectives.barrier()

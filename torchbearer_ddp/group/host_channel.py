@@ -61,6 +61,8 @@ class HostChannel:
             for places in self._places
         ]
         self._turn = 0
+        #: True while an exchange waits for signals, and after one that an exception has cut short.
+        self._is_waiting = False
 
     def all_gather(self, mine: torch.Tensor, wait: Wait) -> list[torch.Tensor]:
         """The message of each rank, by rank: bytes, equally many on every rank."""
@@ -75,6 +77,8 @@ class HostChannel:
 
     def _exchange(self, mine: torch.Tensor | None, length: int, wait: Wait) -> list[torch.Tensor]:
         """Gives this rank's message, if it has one, to the others, and waits for theirs."""
+        if self._is_waiting:  # Ctrl-C, which the script has caught: those signals still come
+            self._signals.collect(wait)
         places, headers = self._places[self._turn], self._headers[self._turn]
         self._turn = 1 - self._turn
         header, activity = headers[self._me], wait.activity.encode()
@@ -83,8 +87,10 @@ class HostChannel:
         header[_ACTIVITY_AT:] = shown
         if mine is not None:
             places[self._me][_HEADER_BYTES : _HEADER_BYTES + length] = mine
+        self._is_waiting = True
         self._signals.post()
         self._signals.collect(wait)
+        self._is_waiting = False
         stamp = header[:_ACTIVITY_AT]
         if any(each[:_ACTIVITY_AT] != stamp for each in headers):
             self._raise_out_of_step(headers)
