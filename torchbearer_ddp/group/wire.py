@@ -113,10 +113,9 @@ def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
     """
     with checked.damage(_MESSAGE):
         data = packed.numpy()
-        begin, length = _LENGTH_BYTES, int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
-        text, rest = data[begin : begin + length], packed[begin + length :]
-        if len(text) < length:
-            raise Unexpected(f"{_MESSAGE} ends before its text, of {length} bytes")
+        length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+        end = _LENGTH_BYTES + checked.whole(0, len(data))(length, "the length of its text")
+        text, rest = data[_LENGTH_BYTES:end], packed[end:]
         tree = _tree(text)
         parts = torch.split(rest, found) if (found := _sizes_in(tree)) or len(rest) else ()
         # A clone is aligned for its dtype, which a view at any byte offset is not.
