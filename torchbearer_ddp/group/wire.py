@@ -113,8 +113,7 @@ def decode(packed: torch.Tensor, device: Any = "cpu") -> Any:
     """
     with checked.damage(_MESSAGE):
         data = packed.numpy()
-        length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
-        end = _LENGTH_BYTES + checked.whole(0, len(data))(length, "the length of its text")
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
         text, rest = data[_LENGTH_BYTES:end], packed[end:]
         tree = _tree(text)
         parts = torch.split(rest, found) if (found := _sizes_in(tree)) or len(rest) else ()
