@@ -61,6 +61,8 @@ class Process(_context.Process):
 
 #: How long the others may take after one has failed, and a rank to end after its result.
 _GRACE_SECONDS = 20.0
+#: What a pool sends to ranks that are to end.
+_END = b"end"
 
 
 def ranks(
@@ -190,6 +192,10 @@ class RankPool:
     def close(self, seconds: float = _GRACE_SECONDS) -> None:
         """Ends the ranks, which have so many seconds for it."""
         for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a rank that has ended
+                # To close it is not enough: a process that was forked from this one, as the pool of
+                # torch's compiler is, has it too.
+                pipe.send_bytes(_END)
             pipe.close()
         for process in self._processes:
             process.join(seconds)
@@ -237,8 +243,8 @@ def _serve(member: Member, port: int, pipe: Connection) -> None:
         group = membership.current()
         assert group is not None
         with contextlib.suppress(EOFError):  # the pool is closed
-            while True:
-                prepare, body, args, kwargs = cloudpickle.loads(pipe.recv_bytes())
+            while (payload := pipe.recv_bytes()) != _END:
+                prepare, body, args, kwargs = cloudpickle.loads(payload)
                 group.past_first_step = False
                 group.runs = 0
                 stop_request.reset()
