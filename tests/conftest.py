@@ -18,10 +18,11 @@ from tests import proc, warm_python
 
 pytest_plugins = ["tests.concurrency"]
 
-#: Cheap ones first, so that a simple mistake is found at once.
+#: Cheap ones first, so that a simple mistake is found at once; those that mostly wait not last,
+#: where nothing else would use the cores.
 _ORDER = (
     "data", "metrics", "group", "scale", "gradients", "transports", "checkpoints", "fuzz",
-    "callbacks", "tests", "slurm", "launch", "commands", "projects", "pairs", "faults", "gpu",
+    "callbacks", "tests", "slurm", "launch", "faults", "commands", "projects", "pairs", "gpu",
 )  # fmt: skip
 _MARK = "TORCHBEARER_DDP_TEST_RUN"
 _shared_before = pytest.StashKey[set[str]]()
