@@ -114,6 +114,20 @@ def test_names_that_a_kill_has_prevented_are_made_at_the_next_start(done, tmp_pa
     assert all(file.read(tmp_path / name) == payload for name in bests)
 
 
+def test_a_name_that_stands_for_something_newer_or_unknown_stays(tmp_path):
+    run, best = Folder(tmp_path), folder.best_name("val_loss")
+    other = folder.best_name("val_acc")
+    run.put(PAYLOAD, ["epoch-0001.pt", best, other], Label(1, 1, 1))
+    run.put({"epoch": 2}, [best], Label(2, 2, 2))
+    (tmp_path / other).unlink()
+    (tmp_path / other).write_bytes(b"a file of the user's own")
+    again = Folder(tmp_path)
+    again.pass_over(tmp_path / best)  # it cannot be put back into the model as it is now
+    assert again.read_newest()[0].name == "epoch-0001.pt"
+    assert file.read(tmp_path / best) == {"epoch": 2}
+    assert (tmp_path / other).read_bytes() == b"a file of the user's own"
+
+
 def test_only_names_that_we_give_are_taken_from_a_label(tmp_path):
     (tmp_path / "run").mkdir()
     others = ["../outside.pt", "best-/../../outside.pt", "epoch-0009.pt", "latest", "best-ok.pt"]

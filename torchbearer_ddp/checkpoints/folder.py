@@ -165,9 +165,16 @@ class Folder:
 
     def _missing_names(self, label: Label | None) -> list[str]:
         """The other names of a save under which there is an older one, or none."""
-        names = [name for name in (label.names if label else ()) if _BEST.fullmatch(name)]
+        if label is None or not label.names:
+            return []
         found = {path.name: each for path, each in self._labelled()}
-        return [name for name in names if found.get(name) != label]
+        missing = []
+        for name in filter(_BEST.fullmatch, label.names):
+            there = found.get(name)
+            # What is there may be newer, and passed over for some reason; or no file of ours.
+            if name not in found or (there is not None and there.serial < label.serial):
+                missing.append(name)
+        return missing
 
     def pass_over(self, path: Path) -> None:
         """Uses an older checkpoint than this one, which could not be put back."""
