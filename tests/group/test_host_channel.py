@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks import ranks, run_ranks
-from torchbearer_ddp.errors import DesyncError, PeerLost
+from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.group import collectives, exchanges, hosts, membership, segment
 from torchbearer_ddp.group.host_channel import MOST_BYTES
 
@@ -67,6 +67,48 @@ def test_what_a_rank_has_received_is_its_own():
     assert [[int(each[0]) for each in found] for found in received] == [
         [3 * i + rank for rank in range(3)] for i in range(9)
     ]
+
+
+@ranks(2)
+def test_the_memory_may_be_opened_in_inference_mode():
+    group = membership.current()
+    group.host_channel, group.is_open = None, False
+    with torch.inference_mode():
+        collectives.barrier()
+    assert group.host_channel is not None
+    assert collectives.all_gather(collectives.rank(), "ranks") == [0, 1]
+    assert collectives.broadcast(collectives.rank(), "a rank") == 0
+    tensor = torch.full((4,), float(collectives.rank()))
+    collectives.broadcast_tensors([tensor], "a tensor")
+    assert not tensor.any()
+
+
+@ranks(2)
+def test_memory_that_is_another_file_by_now_is_left_alone(tmp_path):
+    with segment.offered() as (memory, problem):
+        mine = hosts.Process.current(0, memory, problem)
+        before, path = os.dup(memory), tmp_path / f"{collectives.rank()}"
+        path.write_text("something of the user's")
+        with path.open("r+") as other:
+            os.dup2(other.fileno(), memory)
+            with pytest.raises(OSError, match="does not offer this memory any more"):
+                segment.Segment(mine, 0, 1, 4096)
+        os.close(before)
+        assert path.read_text() == "something of the user's"
+
+
+@ranks(2)
+def test_a_forked_process_speaks_for_no_rank():
+    child = os.fork()
+    if not child:
+        try:
+            collectives.barrier()
+        except DistributedError as error:
+            os._exit(7 if "is not a rank" in str(error) else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert collectives.all_gather(collectives.rank(), "ranks") == [0, 1]
 
 
 def _bytes(index):

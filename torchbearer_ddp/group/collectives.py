@@ -7,6 +7,7 @@ Trial with this package's callbacks runs unchanged in a plain process.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -258,6 +259,11 @@ def _group_with_peers() -> membership.Group | None:
     group = membership.current()
     if group is None or group.member.world_size == 1:
         return None
+    if group.pid != os.getpid():
+        raise errors.DistributedError(
+            f"Process {os.getpid()} was forked from rank {group.member.rank} and is not a rank: it "
+            "cannot exchange anything with the others. Call it in the process that has forked it."
+        )
     exchanges.open_channels(group)
     return group
 

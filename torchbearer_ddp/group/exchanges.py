@@ -26,6 +26,7 @@ _PROCESS = checked.record(
         "started": checked.whole(0),
         "machine": checked.text(),
         "memory": checked.whole(-1),
+        "file": checked.text(),
         "problem": checked.text(),
     }
 )
@@ -36,9 +37,13 @@ def open_channels(group: Group) -> None:
     if not group.has_channels:  # a group that the user made, at its first exchange
         complete(group.make_channels, Wait(group, "the channels of the process group"))
     if not group.is_open:
+        try:
+            if 1 < group.member.world_size <= MOST_RANKS:
+                group.host_channel = _host_channel(group)
+        except BaseException:  # Ctrl-C, which a script may catch: the others may have decided
+            group.broken = True
+            raise
         group.is_open = True
-        if 1 < group.member.world_size <= MOST_RANKS:
-            group.host_channel = _host_channel(group)
 
 
 def all_gather(group: Group, mine: torch.Tensor, name: str) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Small messages between ranks that are all on one host, through memory that they share.
 
-gloo takes them through sockets and two threads of its own: measured by turns, with two and with four
-ranks, a message of 4 kB takes twenty times as long.
+gloo takes them through sockets and two threads of its own: measured by turns, with two and with
+four ranks, a message of 4 kB takes twenty times as long.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class Process:
         started: When it started, in the kernel's ticks: a recycled process id has another.
         machine: The architecture and byte order.
         memory: The file descriptor of the memory that it offers to its host, or -1.
+        file: Which file that is: another process, or another file, may have its number by now.
         problem: Why it could not offer memory, or empty.
     """
 
@@ -30,6 +31,7 @@ class Process:
     started: int
     machine: str
     memory: int = -1
+    file: str = ""
     problem: str = ""
 
     @classmethod
@@ -37,7 +39,8 @@ class Process:
         """This process."""
         machine = f"{platform.machine()}, {sys.byteorder} endian"
         started = start_time(os.getpid()) or 0
-        return cls(rank, host_id(), os.getpid(), started, machine, memory, problem)
+        file = file_id(memory) if memory >= 0 else ""
+        return cls(rank, host_id(), os.getpid(), started, machine, memory, file, problem)
 
     def alive(self) -> bool:
         """False once the process has ended (also if its parent has not noticed yet)."""
@@ -60,6 +63,12 @@ def host_id() -> str:
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # not Linux: where shared memory is not used, only the count of hosts matters
         return platform.node()
+
+
+def file_id(descriptor: int) -> str:
+    """The same for two descriptors of one file of this host, else different."""
+    found = os.fstat(descriptor)
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def start_time(pid: int) -> int | None:

@@ -146,6 +146,7 @@ def leave(why: str = "returned from the worker") -> None:
         # A rank that is still in an exchange which this one has completed does not wait for it.
         farewell = {"why": why, "sequence": group.sequence}
         _depart(group, rendezvous.LEAVE_SECONDS, (group.member.rank, farewell))
+        group.host_channel = None  # it holds the group
         if group.broken:
             membership.keep_open(group)
         else:

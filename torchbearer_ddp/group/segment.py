@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchbearer_ddp.group.hosts import Process
+from torchbearer_ddp.group.hosts import Process, file_id
 
 #: What ranks write at the same time lies on cache lines of its own.
 LINE_BYTES = 64
@@ -63,6 +63,8 @@ class Segment:
         self.part_bytes = -(-part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.open(f"/proc/{owner.pid}/fd/{owner.memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
+            if file_id(fd) != owner.file:
+                raise OSError(f"process {owner.pid} does not offer this memory any more")
             os.ftruncate(fd, parts * self.part_bytes)  # every rank sets the same size
             # Too little room must be an error here, not a SIGBUS later. Every rank reserves its own
             # part, so that on a machine with several memory nodes the part is near to it.
@@ -83,7 +85,8 @@ class Segment:
         Each has a storage of its own, so that copying or saving one never copies another.
         """
         begins = range(offset, len(self._memory), self.part_bytes)
-        return [
-            torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=begin)
-            for begin in begins
-        ]
+        with torch.inference_mode(False):  # made in that mode, they could not be written without it
+            return [
+                torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=begin)
+                for begin in begins
+            ]
