@@ -22,7 +22,7 @@ from tests.callbacks import half_precision
 from tests.callbacks.half_precision import CASES, Case, assert_same, batches, by_hand, network
 from tests.gradients.transport_cases import option, pool_for
 from tests.processes import bound
-from tests.ranks import RankPool
+from tests.ranks import RankPool, ranks
 from tests.stand_ins import nccl
 from torchbearer_ddp import (
     Checkpoint,
@@ -759,3 +759,59 @@ def test_a_save_after_the_last_step_of_an_epoch_knows_what_was_skipped():
     skipped = [epoch["skipped_steps"] for epoch in history]
     assert skipped[0] > 0
     assert counts == [0, skipped[0], 0, skipped[1]]
+
+
+def _steps_of(world_size, *, skips, accumulate=2):
+    """A layer after steps in fp16, of which each rank skips some batches of a window."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    generator = torch.Generator().manual_seed(1)
+    data = [[torch.randn(4, width, generator=generator) for width in (3, 2)] for _ in range(8)]
+
+    def closure(state):
+        state[torchbearer.OPTIMIZER].zero_grad()
+        if (collectives.rank(), state[torchbearer.BATCH]) not in skips:
+            found = state[torchbearer.Y_PRED] = layer(state[torchbearer.X])
+            loss = state[torchbearer.CRITERION](found, state[torchbearer.Y_TRUE])
+            state[torchbearer.LOSS] = loss
+            state[torchbearer.CALLBACK_LIST].on_criterion(state)
+            loss.backward(**state[torchbearer.BACKWARD_ARGS])
+            state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+    callbacks = data_parallel(shard=False, accumulate=accumulate)
+    half = [MixedPrecision("fp16", init_scale=2.0**10)]
+    trial = Trial(layer, torch.optim.SGD(layer.parameters(), 0.1), nn.MSELoss(), verbose=0,
+                  callbacks=[*callbacks, *half])  # fmt: skip
+    trial.with_closure(closure).with_train_generator(data[collectives.rank() :: world_size]).run(1)
+
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 2)
+    for window in range(0, len(data) // world_size, accumulate):
+        kept = [
+            data[world_size * index + rank]
+            for index in range(window, window + accumulate)
+            for rank in range(world_size)
+            if (rank, index) not in skips
+        ]
+        if kept:
+            x, y = (torch.cat(each) for each in zip(*kept, strict=True))
+            nn.functional.mse_loss(expected(x), y).backward()
+            with torch.no_grad():
+                for parameter in expected.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    for found, other in zip(layer.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("skips", [{(0, 1)}, {(0, 0)}, {(0, 2), (0, 3)}, {(0, 1), (0, 7)}])
+def test_a_skipped_batch_of_a_window_leaves_no_scale_in_the_gradients(skips):
+    _steps_of(1, skips=skips)
+
+
+@pytest.mark.parametrize(
+    "skips",
+    [{(0, 1)}, {(1, 0)}, {(0, 1), (1, 1)}, {(0, 0), (0, 1)}, {(0, 2), (0, 3), (1, 2), (1, 3)}],
+)
+def test_ranks_may_skip_batches_of_a_window_by_themselves(skips):
+    ranks(2)(_steps_of)(2, skips=skips)

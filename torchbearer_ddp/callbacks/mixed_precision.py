@@ -259,7 +259,10 @@ class MixedPrecision(OrderedCallback):
             if self._scaling is not None:
                 before, averaging = self._scaling.scale, _gradients(state)
                 exchanged = collectives.world_size() > 1 and bool(averaging)
-                self.skipped_steps += self._scaling.end_closure(exchanged=exchanged)
+                released = any(each.ends_window(state) for each in averaging)
+                self.skipped_steps += self._scaling.end_closure(
+                    exchanged=exchanged, released=released
+                )
                 if self._scaling.scale != before:
                     for each in averaging:
                         each.rescale(self._scaling.scale / before)

@@ -8,7 +8,7 @@ add to: a closure may clear gradients at any moment until then, or make none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,11 +34,16 @@ class Accumulation:
         self.batches = batches
         #: The epoch and the batch that were added last.
         self._last: tuple[int, int] | None = None
+        #: What a step has left in parameters that nothing is held of, with its version.
+        self._left: dict[int, tuple[torch.Tensor, int]] = {}
+        #: Parameters whose gradients lie in buckets of torch's DDP.
+        self._in_buckets: frozenset[int] = frozenset()
         self._begin()
 
     def clear(self) -> None:
         """Drops what is held: a run starts with nothing of the run before."""
         self._last = None
+        self._left.clear()
         self._begin()
 
     def _begin(self) -> None:
@@ -81,11 +86,33 @@ class Accumulation:
                     f"accumulate adds up what the optimizer of the Trial trains, but {name} trains "
                     "parameters of the model too, at every batch. Use a larger batch instead."
                 )
+        wrapped = trained.averaged_by_torch(state)
+        self._in_buckets = frozenset(id(p) for each in wrapped for p in each.parameters())
 
     def goes_on(self, state: Any) -> bool:
         """True if the gradients of this batch wait for those of the next one."""
         batch: int = state[torchbearer.BATCH] + 1
         return batch % self.batches != 0 and bool(batch != state[torchbearer.STEPS])
+
+    def ends_window(self, state: Any) -> bool:
+        """True if the gradients of earlier batches come back in the step of this one."""
+        return self.is_used and not self.goes_on(state)
+
+    def begin_step(self, state: Any) -> None:
+        """Notes the gradients that are no batch's of the coming window."""
+        if self.is_used:
+            known = [] if self.holds_gradients else _gradients(state)
+            self._left = {id(p): (gradient, gradient._version) for p, gradient in known}
+
+    def has_new_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """True if a batch has made a gradient: what the last step has left, or zeroed, is none."""
+        for parameter in parameters:
+            gradient, (left, version) = parameter.grad, self._left.get(id(parameter), (None, 0))
+            if gradient is not None and (
+                gradient is not left or (gradient._version != version and not _is_zero(gradient))
+            ):
+                return True
+        return False
 
     def hold(self, state: Any, average: Average, weight: float) -> float | None:
         """Takes this batch's gradients away, or makes their average ready.
@@ -111,10 +138,10 @@ class Accumulation:
             for parameter in _parameters(state):
                 parameter.grad = None
             weight, self._unit = 0.0, self._unit or 1.0
-        trained = _gradients(state)
+        gradients = _gradients(state)
         unit = weight or self._unit
         if self._is_larger(average, weight):
-            for parameter, gradient in _each(trained, torch._foreach_mul, weight / self._unit):
+            for parameter, gradient in _each(gradients, torch._foreach_mul, weight / self._unit):
                 parameter.grad = gradient
             unit = self._unit
         for parameter, held in self._in_units_of(unit, average):
@@ -122,10 +149,10 @@ class Accumulation:
         self._held, self._unit = [], unit
         self._batches_done += 1
         self._total += weight
-        trained = _gradients(state)
+        gradients = _gradients(state)
         if self.goes_on(state):
-            self._held = trained
-            for parameter, _ in trained:
+            self._held = [(p, self._own(p, gradient)) for p, gradient in gradients]
+            for parameter, _ in gradients:
                 parameter.grad = None
             return None
         divisor = {
@@ -133,11 +160,15 @@ class Accumulation:
             Average.EQUAL: float(self._batches_done),
             Average.WEIGHTED: self._total / self._unit or 1.0,
         }[average]
-        for parameter, gradient in _each(trained, torch._foreach_div, divisor):
+        for parameter, gradient in _each(gradients, torch._foreach_div, divisor):
             parameter.grad = gradient
         total = self._total
         self._begin()
         return total
+
+    def _own(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient in memory that the next backward does not overwrite."""
+        return gradient.clone() if id(parameter) in self._in_buckets else gradient
 
     def _is_larger(self, average: Average, weight: float) -> bool:
         """True if held gradients in units of this weight could leave the range of fp16."""
@@ -161,6 +192,10 @@ def _each(held: Held, operation: Callable[..., Any], number: float) -> Held:
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The sum, also of a sparse gradient and one that is not: torch adds them in one order only."""
     return other + one if one.is_sparse else one + other
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
+    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
 def _gradients(state: Any) -> Held:

@@ -17,7 +17,7 @@ from torchbearer_ddp.gradients.averager import Averager
 from torchbearer_ddp.gradients.exchange import Options
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
 from torchbearer_ddp.gradients.replica_average import ReplicaAverage
-from torchbearer_ddp.gradients.step_exchange import StepExchange, has_gradient
+from torchbearer_ddp.gradients.step_exchange import StepExchange
 from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.weights import Average
 from torchbearer_ddp.group import collectives, trained
@@ -116,7 +116,7 @@ class LocalExchange(StepExchange):
         self._replicas.regular = 0.0
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        return has_gradient(optimizer)
+        return self.accumulation.has_new_gradient(trained.parameters_of(optimizer))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Notes what an optimizer is about to change."""

@@ -104,6 +104,8 @@ class LossScaling:
         """Begins a run with the scale of the run before."""
         self._scaler = GradScaler(device.type, **self._options)
         self.load_state_dict(self._saved)
+        # Gradients of other ranks may have to be unscaled before this one has scaled a loss.
+        self._scaler.scale(torch.ones((), device=device))
 
     def watch(self, optimizer: torch.optim.Optimizer, others: Iterable[Any]) -> None:
         """Watches which gradients are written with the scale, and which without it."""
@@ -164,11 +166,12 @@ class LossScaling:
             self._checked.append(part)
             self._unscaled = {p: p.grad for p in found if p.grad is not None}
 
-    def end_closure(self, *, exchanged: bool) -> bool:
+    def end_closure(self, *, exchanged: bool, released: bool) -> bool:
         """Decides on the step; True if it must be skipped, for which the gradients are dropped.
 
         Args:
             exchanged: True if gradients of other ranks have come in.
+            released: True if those of earlier batches have, which are in the scaled unit.
 
         Raises:
             ValueError: If a backward pass did not start from the scale.
@@ -176,7 +179,10 @@ class LossScaling:
         if self._phase is _Phase.SCALED or self._has_plain:
             self.unscale()  # a closure that does not call on_backward
         is_idle = self._phase is _Phase.PLAIN and not self._passes
-        if is_idle and exchanged and any(p.grad is not None for p in self._own):
+        if is_idle and released:
+            self._phase = _Phase.SCALED
+            self.unscale()
+        elif is_idle and exchanged and any(p.grad is not None for p in self._own):
             raise ValueError(
                 "The closure made no backward pass for this batch on this rank, but other ranks "
                 f"made one, with the loss scale. Skip a batch on every rank. {_CLOSURE}"

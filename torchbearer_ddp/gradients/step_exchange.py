@@ -91,6 +91,8 @@ class StepExchange:
         """Begins a step, in which nothing is agreed yet."""
         self.step = Step()
         self.losses.early_total.begin(self._state)
+        if self._state is not None:
+            self.accumulation.begin_step(self._state)
         self.averager.begin_step(sums=self.losses.kind() in (None, "sum"))
 
     def end(self) -> None:
@@ -195,8 +197,12 @@ class StepExchange:
         if not optimizer.param_groups:
             return result
         if not self._has_gradient(optimizer):  # it has skipped this batch
-            self.losses.find(state, 0)
+            if self.step.counts is None:  # else it has called on_criterion, which has asked
+                self.losses.find(state, 0)
             self.step.counts = self.losses.average(0), 0.0
+            if self.accumulation.is_used:  # what the last step has left is no part of the window
+                for parameter in trained.parameters_of(optimizer):
+                    parameter.grad = None
         return self.after_backward(state, result)
 
     @property
@@ -206,9 +212,9 @@ class StepExchange:
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if the batch has made gradients of what an optimizer trains."""
-        if self.group is None or self.accumulation.is_used:
-            return has_gradient(optimizer)
         own = trained.parameters_of(optimizer)
+        if self.group is None or self.accumulation.is_used:
+            return self.accumulation.has_new_gradient(own)
         return self.averager.has_new_gradient(frozenset(map(id, own)))
 
     def _share(self, state: Any, result: Any) -> Any:
@@ -255,11 +261,6 @@ class StepExchange:
             batch=state.get(torchbearer.BATCH) or 0,
             wishes=self.wishes.bits(),
         )
-
-
-def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """True if any parameter has a gradient."""
-    return any(each.grad is not None for each in trained.parameters_of(optimizer))
 
 
 def _like(loss: Any, value: float) -> Any:
