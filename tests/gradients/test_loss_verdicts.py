@@ -206,6 +206,26 @@ def another_criterion(trial):
     trial.run(2)
 
 
+def rank_zero_loads(trial):
+    if collectives.is_rank_zero():
+        trial.load_state_dict(trial.state_dict())
+    trial.run(2)
+
+
+def rank_zero_has_its_own_criterion(trial):
+    if collectives.is_rank_zero():
+        trial.state[torchbearer.CRITERION] = nn.CrossEntropyLoss()
+    trial.run(2)
+
+
+def rank_zero_has_its_own_closure(trial):
+    if collectives.is_rank_zero():
+        trial.with_closure(MeanOrSum(sums=False)).run(2)
+    else:
+        trial.run(2)
+    trial.run(3)
+
+
 def a_closure_that_changes(trial):
     closure = MeanOrSum(sums=False)
     trial.with_closure(closure).run(2)
@@ -217,6 +237,8 @@ def a_closure_that_changes(trial):
     ("change", "looks", "told"),
     [
         (nothing_changes, 0, False),
+        (rank_zero_loads, 1, False),
+        (rank_zero_has_its_own_criterion, 1, False),
         (another_closure, 1, True),
         (another_criterion, 1, False),
         (a_closure_that_changes, 2, True),
@@ -242,6 +264,62 @@ def test_the_next_run_knows_what_cannot_have_changed_and_no_more(change, looks, 
                 assert "the closure computes another loss than the criterion" in lines
         else:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+    body()
+
+
+def test_ranks_that_know_different_things_of_the_loss_look_again_together():
+    @ranks(2)
+    def body():
+        trial, _ = trained(nn.CrossEntropyLoss(), epochs=1)
+        rank_zero_has_its_own_closure(trial)
+        assert len(set(collectives.all_gather(parameters(trial).tolist()[0], "a weight"))) == 1
+
+    body()
+
+
+class PerPosition(nn.Module):
+    """One class for each sample, or for each position of a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x):
+        return torch.einsum("cf,nf...->nc...", self.weight, x)
+
+
+def test_a_mean_over_samples_is_one_over_targets_where_these_become_sequences():
+    torch.manual_seed(1)
+    single = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(4)]
+    sequences = [(torch.randn(4, 6, 5), torch.randint(3, (4, 5))) for _ in range(4)]
+    for index, (_, y) in enumerate(sequences):
+        y[:, 5 - index :] = -100  # another number of targets in each batch
+
+    def program(parts):
+        model = PerPosition()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        callbacks = data_parallel(shard=False)
+        trial = Trial(model, optimizer, nn.CrossEntropyLoss(), callbacks=callbacks, verbose=0)
+        for epochs, data in enumerate(parts, 1):
+            trial.with_train_generator(data).run(epochs)
+        return parameters(trial)
+
+    def joined(data):
+        halves = [[torch.cat(each) for each in zip(*pair, strict=True)] for pair in by_two(data)]
+        return [(x, y) for x, y in halves]
+
+    def by_two(data):
+        return list(zip(data[::2], data[1::2], strict=True))
+
+    expected = program([joined(single), joined(sequences)])
+
+    @ranks(2)
+    def body():
+        rank = collectives.rank()
+        found = program([single[rank::2], sequences[rank::2]])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
     body()
 

@@ -79,15 +79,18 @@ class SyncModel(OrderedCallback):
         compared = [*tensors, *states]
         checksums = replicas.fingerprint(compared)
         history = state[torchbearer.HISTORY]
-        # Lengths of histories and checksums may differ, unlike the plan: they are made equal.
+        losses = [each.kept_losses(state) for each in _gradients(state)]
+        # Lengths of histories, checksums and what is known may differ, unlike the plan.
         everyone = agreement.agree(
             _plan(state, found, tensors),
             "the plan of this run",
             "Start every rank with the same script, arguments, data and packages.",
-            extra=(len(history), agreement.digest(checksums)),
+            extra=(len(history), agreement.digest(checksums), agreement.digest(losses)),
         )
-        _align_history(history, [epochs for epochs, _ in everyone])
-        names, digests = [name for name, _ in compared], [each for _, each in everyone]
+        _align_history(history, [epochs for epochs, _, _ in everyone])
+        for each in _gradients(state):
+            each.keep_losses(alike=len({known for _, _, known in everyone}) == 1)
+        names, digests = [name for name, _ in compared], [each for _, each, _ in everyone]
         if difference := replicas.difference(names, checksums, digests):
             name, ranks = difference
             announce(

@@ -14,7 +14,7 @@ from torchbearer.bases import base_closure
 from torchbearer_ddp import checked
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.gradients.loss import KINDS, Verdict, classify, combine, divisor, is_value_of
-from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, EarlyTotal
+from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, EarlyTotal, class_targets
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
@@ -67,6 +67,8 @@ class LossVerdicts:
 
     def clear(self) -> None:
         """Forgets what was found."""
+        #: What the run before has found and may hold for this one: kinds, criteria and closure.
+        self._before: tuple[list[str], list[tuple[Any, str | None]], Any] | None = None
         #: The closure of the Trial that computes the losses; None before the first is found.
         self._closure: Any = None
         #: The kinds found so far, in the order of the backward passes of a step.
@@ -84,18 +86,34 @@ class LossVerdicts:
         self.early_total = EarlyTotal()
 
     def begin(self) -> None:
-        """Begins a run: forgets what was found, but not that a loss of torch is a mean.
+        """Begins a run: forgets what was found, unless :meth:`keep` is called.
 
-        In the standard closure such a loss stays one, whatever callbacks add to it.
+        A loss of torch that is a mean in the standard closure stays one, whatever callbacks add.
         """
-        kept, closure = [*zip(self.kinds, self._criteria, strict=True)], self._closure
+        before = self.kinds, self._criteria, self._closure
         self.clear()
-        if _is_standard(closure) and all(
-            kind in _KEPT and _is_of_torch(criterion) for kind, (criterion, _) in kept
+        if _is_standard(before[2]) and all(
+            kind in _KEPT and _is_of_torch(criterion)
+            for kind, (criterion, _) in zip(*before[:2], strict=True)
         ):
-            self.kinds = [kind for kind, _ in kept]
-            self._criteria = [found for _, found in kept]
-            self._closure = closure
+            self._before = before
+
+    def kept(self, state: Any) -> list[list[str]]:
+        """What :meth:`keep` would keep: if ranks differ in it, all of them have to look again."""
+        kinds, criteria, closure = self._before or ([], [], None)
+        now = state.get(torchbearer.CRITERION)
+        if _closure_of(state) is not closure or any(
+            known is not now or before != _reduction(now) for known, before in criteria
+        ):
+            self._before = None
+            return []
+        return [[kind, _describe(each)] for kind, (each, _) in zip(kinds, criteria, strict=True)]
+
+    def keep(self, *, alike: bool) -> None:
+        """Keeps what the run before has found, if it is alike on all ranks."""
+        if alike and self._before is not None and not self.kinds:
+            self.kinds, self._criteria, self._closure = self._before
+        self._before = None
 
     def state_dict(self) -> list[list[str]]:
         """The kinds found so far, and a description of the criterion of each."""
@@ -128,6 +146,10 @@ class LossVerdicts:
             return as_sent(float(self._weight(state)))
         kind = self.kind(number) or "unknown"
         criterion = state.get(torchbearer.CRITERION)
+        if kind == "mean" and self._chosen is None and isinstance(criterion, CLASS_LOSSES):
+            target = class_targets(state)
+            if target is not None and target.dim() > 1:  # it had one for each sample when found
+                kind = "weighted"
         return as_sent(divisor(criterion, state, kind, self.early_total.of))
 
     def of_another_optimizer(self, state: Any, name: str) -> tuple[Average, float]:
