@@ -192,7 +192,8 @@ class Checkpoint(OrderedCallback):
         self._global_step += 1
         if self._trace is not None:
             self._trace.stepped(state)
-        holds_gradients = self._gradients is not None and self._gradients.holds_gradients
+        gradients = self._gradients
+        holds_gradients = gradients is not None and gradients.accumulation.holds_gradients
         if collectives.world_size() == 1 and stop_request.requested() is not None:
             state[torchbearer.STOP_TRAINING] = not holds_gradients  # with them, not before
         due = self._is_due or self._schedule.is_due_at_step(self._global_step)

@@ -294,21 +294,10 @@ class SyncGradients(OrderedCallback):
         """The kind of the loss, such as ``mean`` or ``sum``; None until it is known."""
         return self._exchange.losses.kind()
 
-    def kept_losses(self, state: Any) -> list[list[str]]:
-        """What this rank knows of the losses from the run before."""
-        return self._exchange.losses.kept(state)
-
-    def keep_losses(self, *, alike: bool) -> None:
-        """Goes by it in this run too, if every rank knows the same."""
-        self._exchange.losses.keep(alike=alike)
-
-    def ends_window(self, state: Any) -> bool:
-        """True if what ``accumulate`` has held comes back in the step of this batch."""
-        return self._exchange.accumulation.ends_window(state)
-
-    def loss_divisor(self, state: Any) -> float:
-        """What the loss of the batch in a state divides by: samples, weights, ``weight``."""
-        return self._exchange.losses.weight(state, 0)
+    @property
+    def losses(self) -> LossVerdicts:
+        """What is known of the losses."""
+        return self._exchange.losses
 
     @property
     def stop_signal(self) -> int:
@@ -316,9 +305,9 @@ class SyncGradients(OrderedCallback):
         return self._exchange.step.agreed.signal
 
     @property
-    def holds_gradients(self) -> bool:
-        """True while gradients of some batches wait for those of the next ones."""
-        return self._exchange.accumulation.holds_gradients
+    def accumulation(self) -> Accumulation:
+        """What holds the gradients of some batches for the next ones."""
+        return self._exchange.accumulation
 
     @property
     def timing(self) -> Timing:

@@ -160,7 +160,7 @@ class _LossRule(LossRule):
     def weight(self, state: Any) -> float:
         """Follows the verdict on the loss; before a first step the criterion itself."""
         if self._gradients is not None and self._gradients.loss_kind is not None:
-            return self._gradients.loss_divisor(state)
+            return self._gradients.losses.weight(state, 0)
         criterion = state.get(torchbearer.CRITERION)
         kind = "weighted" if isinstance(criterion, CLASS_LOSSES) else "mean"
         return divisor(criterion, state, kind)

@@ -259,7 +259,7 @@ class MixedPrecision(OrderedCallback):
             if self._scaling is not None:
                 before, averaging = self._scaling.scale, _gradients(state)
                 exchanged = collectives.world_size() > 1 and bool(averaging)
-                released = any(each.ends_window(state) for each in averaging)
+                released = any(each.accumulation.ends_window(state) for each in averaging)
                 self.skipped_steps += self._scaling.end_closure(
                     exchanged=exchanged, released=released
                 )

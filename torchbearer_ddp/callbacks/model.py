@@ -79,7 +79,7 @@ class SyncModel(OrderedCallback):
         compared = [*tensors, *states]
         checksums = replicas.fingerprint(compared)
         history = state[torchbearer.HISTORY]
-        losses = [each.kept_losses(state) for each in _gradients(state)]
+        losses = [each.losses.kept(state) for each in _gradients(state)]
         # Lengths of histories, checksums and what is known may differ, unlike the plan.
         everyone = agreement.agree(
             _plan(state, found, tensors),
@@ -89,7 +89,7 @@ class SyncModel(OrderedCallback):
         )
         _align_history(history, [epochs for epochs, _, _ in everyone])
         for each in _gradients(state):
-            each.keep_losses(alike=len({known for _, _, known in everyone}) == 1)
+            each.losses.keep(alike=len({known for _, _, known in everyone}) == 1)
         names, digests = [name for name, _ in compared], [each for _, each, _ in everyone]
         if difference := replicas.difference(names, checksums, digests):
             name, ranks = difference

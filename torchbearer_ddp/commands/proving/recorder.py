@@ -218,7 +218,7 @@ class Recorder:
         gradients = _gradients_of(state)
         step["loss"] = _number(state.get(torchbearer.LOSS))
         step["kind"] = gradients.loss_kind if gradients else None
-        step["weight"] = gradients.loss_divisor(state) if gradients else float(step["samples"])
+        step["weight"] = gradients.losses.weight(state, 0) if gradients else float(step["samples"])
         step["replica"] = zlib.crc32(repr(replicas.fingerprint(named).tolist()).encode())
         step["parameters"] = {n: sketch(each) for n, each in named} if self._rank == 0 else {}
         facts.note_step(self.recording["facts"], state, self._seeded, self._imitation)
