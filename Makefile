@@ -18,8 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
 # make test PROCESSES=4 shares out the files of tests between four processes, 0 takes one after the other.
-# One more than two cores: with two, the cores were idle for a fifth of the time.
-PROCESSES ?= 3
+PROCESSES ?= 2
 # For make compat, for example: make compat FLOOR_PYTHON=~/.pyenv/versions/3.10.13/bin/python
 FLOOR_PYTHON ?= python3.10
 FLOOR_TORCH ?= 2.10.0
