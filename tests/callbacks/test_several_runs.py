@@ -2,17 +2,26 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torchbearer import CALLBACK_LIST, OPTIMIZER, Trial
 from torchbearer.callbacks import on_criterion
 
-from tests.callbacks.test_gradients import on_every_transport, sync
+from tests.callbacks.test_gradients import (
+    assert_replicas_equal,
+    on_every_transport,
+    on_two_ranks,
+    sync,
+)
 from tests.callbacks.test_trained import assert_close, joined, mine, net, sgd
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.gradients.reducer import Reducer
+from torchbearer_ddp.gradients.spare import _Last
 from torchbearer_ddp.group import collectives
 
 
@@ -58,6 +67,46 @@ def test_runs_in_a_loop_share_one_set_of_buckets():
     assert made.count == 1
     run(trial_of(one, [], joined()), 1, 2, 3)
     assert_close(ours, one)
+
+
+#: Ways that carry something from step to step, or whose buckets hold no gradients.
+OTHERS = [
+    {"compress": "int8"},
+    {"compress": "bf16", "error_feedback": True},
+    {"compress": "powersgd", "rank": 2},
+    {"every": 2},
+]
+#: With them PowerSGD, which begins after ten steps, has begun in the run before the last.
+EPOCHS = 1, 2, 3, 4
+
+
+def check_buckets_serve_the_next_run(callbacks):
+    kept, anew = net(), net()
+    with Made() as made:
+        run(trial_of(kept, callbacks(), mine()), *EPOCHS)
+    assert made.count == 1
+    trial = trial_of(anew, callbacks(), mine())
+    for epochs in EPOCHS:
+        run(trial, epochs)
+        _Last.drop()
+    assert all(map(torch.equal, kept.parameters(), anew.parameters()))
+    assert_replicas_equal(kept)
+
+
+@on_every_transport
+def test_buckets_of_fewer_bytes_and_of_local_steps_serve_the_next_run_too():
+    for options in OTHERS:
+        check_buckets_serve_the_next_run(partial(sync, **options))
+
+
+@on_two_ranks
+def test_buckets_of_a_hook_serve_the_next_run_too():
+    def with_powersgd():
+        state = PowerSGDState(None, start_powerSGD_iter=2)
+        return sync(hook=powerSGD_hook, hook_state=state)
+
+    check_buckets_serve_the_next_run(partial(sync, hook=fp16_compress_hook))
+    check_buckets_serve_the_next_run(with_powersgd)
 
 
 @on_every_transport

@@ -197,7 +197,7 @@ class Averager:
 
     def rest(self, group: Group | None) -> None:
         """Ends a run: its buckets are kept for the next one, unless an exchange was cut short."""
-        if self.reducer is not None and group is not None and not self._options.is_lossy:
+        if self.reducer is not None and group is not None:
             self._spare.keep(self.reducer, group, self._parameters, self._trained)
         self.forget()
 

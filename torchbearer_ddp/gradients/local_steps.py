@@ -111,9 +111,8 @@ class LocalExchange(StepExchange):
 
     def end(self) -> None:
         """Ends what a run has changed for the whole process."""
+        self._replicas.rest(self.group)
         super().end()
-        self._replicas.close()
-        self._replicas.regular = 0.0
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         return self.accumulation.has_new_gradient(trained.parameters_of(optimizer))

@@ -13,6 +13,7 @@ from torchbearer_ddp.gradients.exchange import Options, Trained
 from torchbearer_ddp.gradients.header import RankReport, StepSummary
 from torchbearer_ddp.gradients.hooks import Marks
 from torchbearer_ddp.gradients.reducer import Reducer
+from torchbearer_ddp.gradients.spare import Spare
 from torchbearer_ddp.gradients.weights import Average, Weights
 from torchbearer_ddp.group import collectives, trained
 from torchbearer_ddp.group.membership import Group
@@ -40,18 +41,26 @@ class ReplicaAverage:
         self._layout: list[Any] = []
         #: What the reducer averages: for each name something of the same kind, with a gradient.
         self._carriers: dict[str, torch.nn.Parameter] = {}
+        self._trained: list[Trained] = []
         self._marks = Marks()
         self._reducer: Reducer | None = None
+        self._spare = Spare()
         #: Names of those that were changed before a restart.
         self._changed_before: set[str] = set()
         #: The weight of a regular window, the same on every rank; 0 as long as it is not known.
         self.regular = 0.0
 
-    def close(self) -> None:
-        """Releases the buckets."""
+    def rest(self, group: Group | None) -> None:
+        """Ends a run: its buckets are kept for the next one, unless an exchange was cut short."""
+        if self._reducer is not None and group is not None:
+            self._spare.keep(self._reducer, group, [*self._carriers.items()], self._trained)
+        self._close()
+        self.regular = 0.0
+
+    def _close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
-        self._reducer, self._carriers, self._marks = None, {}, Marks()
+        self._reducer, self._marks = None, Marks()
 
     @torch.no_grad()
     def reduce(self, group: Group, state: Any, report: RankReport, average: Average) -> StepSummary:
@@ -125,23 +134,33 @@ class ReplicaAverage:
             "changed": changed,
             "states": {name: _describe(name, each) for name, each in states.items()},
             "weight": max(report.weight, self.regular),
+            "spare": self._spare.is_ready(group, [*self._carriers.items()]),
         }
         everyone = collectives.all_gather(mine, "what the steps of each rank have changed")
-        self.close()
+        if not all(each["spare"] for each in everyone):
+            self._spare.drop()
+        self._close()
         any_changed = {name for each in everyone for name in each["changed"]}
         names = [name for name in tensors if name in any_changed]
         for name, kind in everyone[0]["states"].items():
             if all(each["states"].get(name) == kind for each in everyone):
                 names.append(name)
-        self._carriers = {name: torch.nn.Parameter(tensors[name].detach()) for name in names}
+        self._carriers = {name: self._carrier(name, tensors[name]) for name in names}
+        self._trained = [Trained(each) for each in self._carriers.values()]
         self.regular = max(each["weight"] for each in everyone) or 1.0
-        self._reducer = Reducer(
-            group,
-            [Trained(each) for each in self._carriers.values()],
-            self._options,
-            Weights(group.member.world_size, self.regular),
-            self._marks,
-        )
+        weights = Weights(group.member.world_size, self.regular)
+        self._reducer = self._spare.take(self._trained)
+        if self._reducer is None:
+            self._reducer = Reducer(group, self._trained, self._options, weights, self._marks)
+        else:
+            self._reducer.reopen(weights, self._marks)
+
+    def _carrier(self, name: str, tensor: torch.Tensor) -> torch.nn.Parameter:
+        """The carrier of an earlier run, if it is of the same kind."""
+        known = self._carriers.get(name)
+        if known is not None and _describe(name, known) == _describe(name, tensor):
+            return known
+        return torch.nn.Parameter(tensor.detach())
 
     def _exchange(self, tensors: Tensors, report: RankReport, average: Average) -> StepSummary:
         assert self._reducer is not None
