@@ -90,7 +90,7 @@ POSTS = {
     "waiting": (board._WAITING, {"sequence": 1, "activity": "a", "poll": 1}),
     "failure": (board._FAILURE, {"rank": 1, "host": "h", "what": "w", "trace": ""}),
     "conclusion": (board._CONCLUSION, {"kind": "PeerLost", "message": "m"}),
-    "farewell": (rendezvous._FAREWELL, {"why": "w", "sequence": 1}),
+    "farewell": (rendezvous._FAREWELL, {"rank": 1, "why": "w", "sequence": 1}),
     "debugger": (debugging._ENTRY, {"rank": 1, "place": "p"}),
     "roll": (roll_call._ROLL, {"refused": "no", "roll": []}),
     "registered": (

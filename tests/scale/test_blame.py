@@ -7,7 +7,7 @@ import pytest
 
 from tests.scale.simulated import WORLD_SIZE
 from torchbearer_ddp.errors import DesyncError, PeerLost
-from torchbearer_ddp.group import board, waiting
+from torchbearer_ddp.group import board, rendezvous, waiting
 from torchbearer_ddp.group.membership import Group, Member
 from torchbearer_ddp.group.waiting import Wait
 
@@ -61,7 +61,8 @@ def test_all_name_the_rank_that_is_frozen(ranks, frozen):
         else:
             looks = counts["set", f"waiting/{rank}"]
             # It may have left at the farewells of a late look, and reads the conclusion once.
-            assert ranks.stores[rank].number(without={"left"}) <= REQUESTS_PER_LOOK * looks + 1
+            without = {"farewells"}
+            assert ranks.stores[rank].number(without=without) <= REQUESTS_PER_LOOK * looks + 1
             assert counts["multi_get", "several"] == 0
     assert 1 <= judges <= board.JUDGES
 
@@ -76,6 +77,21 @@ def test_all_name_the_rank_that_was_lost(ranks):
     found = ranks.run(action, others_than(lost))
     assert {error.rank for error in found} == {lost}
     assert all(str(error).startswith("Lost connection to rank 7 on host7") for error in found)
+
+
+def test_all_name_the_ranks_that_have_left_after_few_questions(ranks):
+    left = [5, WORLD_SIZE - 1]
+    for rank in reversed(left):
+        farewell = {"rank": rank, "why": "returned from the worker", "sequence": 0}
+        rendezvous.depart(ranks.stores[rank], WORLD_SIZE, 0.0, farewell)
+    found = ranks.run(wait_for_ever(lambda _: "the gradients"), others_than(*left))
+    assert {type(error) for error in found} == {DesyncError}
+    (message,) = set(map(str, found))
+    assert message.startswith(f"Rank 5, {left[1]} has already returned from the worker while rank ")
+    for rank in others_than(*left):
+        looks = ranks.stores[rank].counts["set", f"waiting/{rank}"]
+        # A judge asks for farewells too, and records what it concludes.
+        assert ranks.stores[rank].number() <= (REQUESTS_PER_LOOK + 4) * looks + 1
 
 
 def test_all_name_the_rank_that_is_out_of_step(ranks):

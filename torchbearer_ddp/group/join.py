@@ -144,9 +144,8 @@ def leave(why: str = "returned from the worker") -> None:
     if group is not None and dist.is_initialized():
         _await_connections(group)
         # A rank that is still in an exchange which this one has completed does not wait for it.
-        farewell = {"why": why, "sequence": group.sequence}
-        _depart(group, rendezvous.LEAVE_SECONDS, (group.member.rank, farewell))
-        group.host_channel = None  # it holds the group
+        farewell = {"rank": group.member.rank, "why": why, "sequence": group.sequence}
+        _depart(group, rendezvous.LEAVE_SECONDS, farewell)
         if group.broken:
             membership.keep_open(group)
         else:
@@ -199,7 +198,7 @@ def _give_up(group: Group) -> None:
     _depart(group, rendezvous.ABANDON_SECONDS, None)
 
 
-def _depart(group: Group, seconds: float, farewell: tuple[int, dict[str, Any]] | None) -> None:
+def _depart(group: Group, seconds: float, farewell: dict[str, Any] | None) -> None:
     wait = seconds if group.serves_store else 0.0
     rendezvous.depart(group.store, group.member.world_size, wait, farewell)
 

@@ -39,7 +39,11 @@ _RETRY_SECONDS = 0.1
 _GREETING_SECONDS = 0.05
 #: How long a connection to one of several ports may take.
 _PROBE_SECONDS = 1.0
-_FAREWELL = checked.record({"why": checked.text(), "sequence": checked.whole(0)})
+_FAREWELL = checked.record(
+    {"rank": checked.whole(0), "why": checked.text(), "sequence": checked.whole(0)}
+)
+#: The key under which each rank that leaves adds a line.
+_FAREWELLS = "farewells"
 _COUNTER = checked.whole(-(2**63), 2**63 - 1)
 #: The key by which a rank recognises the store of its run.
 _SERVED = "served"
@@ -240,18 +244,17 @@ def is_gone(store: Store) -> bool:
     return False
 
 
-def depart(
-    store: Store, world_size: int, seconds: float, farewell: tuple[int, dict[str, Any]] | None
-) -> None:
+def depart(store: Store, world_size: int, seconds: float, farewell: dict[str, Any] | None) -> None:
     """Records that this rank leaves, and waits up to ``seconds`` for the others to leave too.
 
-    ``farewell`` is the rank and what those that still wait for it should know.
+    ``farewell`` is what those that still wait for it should know.
     """
 
     def leave() -> None:
         if not is_gone(store):
             if farewell is not None:
-                store.set(f"farewell/{farewell[0]}", json.dumps(farewell[1]))
+                line = json.dumps(farewell) + "\n"
+                store.append(_FAREWELLS, line)  # type: ignore[attr-defined]  # torch's types lack it
             count(store, "left", 1)
             await_departures(store, world_size, seconds)
 
@@ -260,12 +263,10 @@ def depart(
         in_time(leave, time.monotonic() + seconds + STORE_SECONDS, "the store does not answer")
 
 
-def farewells(store: Store, world_size: int) -> dict[int, dict[str, Any]]:
-    """What the ranks that have left said, by rank."""
-    if count(store, "left") == 0:  # one question instead of one for each rank
-        return {}
-    found = {rank: posts.read(store, f"farewell/{rank}", _FAREWELL) for rank in range(world_size)}
-    return {rank: each for rank, each in found.items() if each is not None}
+def farewells(store: Store) -> list[dict[str, Any]]:
+    """What the ranks that have left said; one question, or two, however many they are."""
+    lines = store.get(_FAREWELLS).splitlines() if store.check([_FAREWELLS]) else []
+    return [posts.parse(line, _FAREWELLS, _FAREWELL) for line in lines if line]
 
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:

@@ -255,8 +255,8 @@ class Wait:
 
     def _raise_if_left(self) -> None:
         """Raises if a rank that this exchange needs has left the group."""
-        left = farewells(self._group.store, self._group.member.world_size)
-        gone = {r: each["why"] for r, each in left.items() if each["sequence"] < self.sequence}
+        left = sorted(farewells(self._group.store), key=lambda each: int(each["rank"]))
+        gone = {each["rank"]: each["why"] for each in left if each["sequence"] < self.sequence}
         if gone:
             ranks, why = ", ".join(map(str, gone)), next(iter(gone.values()))
             place = self._place or self.activity
