@@ -52,7 +52,6 @@ class Pace(NamedTuple):
 
 
 @functools.cache  # every exchange asks for it
-@functools.cache  # asked at every step
 def pace(rank: int, world_size: int) -> Pace:
     """The pace of a rank."""
     return Pace(

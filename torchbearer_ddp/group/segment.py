@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -20,6 +21,8 @@ from torchbearer_ddp.group.hosts import Process, file_id
 
 #: What ranks write at the same time lies on cache lines of its own.
 LINE_BYTES = 64
+#: A flag of memfd_create: the file is closed in a program that this process becomes.
+_CLOSE_ON_EXEC = 1
 #: A directory to take the memory from instead (its free space is then the limit).
 DIRECTORY_VARIABLE = "TORCHBEARER_DDP_SHM_DIR"
 
@@ -32,7 +35,7 @@ def offered() -> Iterator[tuple[int, str]]:
         if directory is not None:
             fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         elif sys.platform == "linux":
-            fd = os.memfd_create("torchbearer_ddp", os.MFD_CLOEXEC)
+            fd = _memory_file("torchbearer_ddp")
         else:
             problem = f"cannot make shared memory on {sys.platform}"
     except OSError as error:
@@ -42,6 +45,24 @@ def offered() -> Iterator[tuple[int, str]]:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def _memory_file(name: str) -> int:
+    """The descriptor of an anonymous file in memory.
+
+    Some Pythons (of uv, of conda) are built for a C library older than this function, and lack it.
+
+    Raises:
+        OSError: If the system makes none.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if (fd := library.memfd_create(name.encode(), _CLOSE_ON_EXEC)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(fd)
 
 
 class Segment:
