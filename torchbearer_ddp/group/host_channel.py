@@ -15,7 +15,6 @@ import torch
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import board
 from torchbearer_ddp.group.hosts import Process
-from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.segment import LINE_BYTES, Segment
 from torchbearer_ddp.group.semaphores import Signals
 from torchbearer_ddp.group.waiting import Wait
@@ -38,16 +37,15 @@ class HostChannel:
     ranks have begun the exchange in between, so after all have read what was there.
 
     Args:
-        group: The group of all ranks.
+        me: This rank.
         ranks: The processes of all ranks, in rank order, of which the first offers memory.
 
     Raises:
         OSError: If this rank cannot share memory with the first one.
     """
 
-    def __init__(self, group: Group, ranks: list[Process]) -> None:
-        self._group = group
-        self._me = group.member.rank
+    def __init__(self, me: int, ranks: list[Process]) -> None:
+        self._me = me
         signal_bytes = LINE_BYTES * len(ranks)
         segment = Segment(ranks[0], self._me, len(ranks), signal_bytes + 2 * _SLOT_BYTES)
         self._signals = Signals(segment, 0, ranks, self._me)
@@ -61,8 +59,6 @@ class HostChannel:
             for places in self._places
         ]
         self._turn = 0
-        #: True while an exchange waits for signals, and after one that an exception has cut short.
-        self._is_waiting = False
 
     def all_gather(self, mine: torch.Tensor, wait: Wait) -> list[torch.Tensor]:
         """The message of each rank, by rank: bytes, equally many on every rank."""
@@ -76,21 +72,22 @@ class HostChannel:
             content.copy_(places[0])
 
     def _exchange(self, mine: torch.Tensor | None, length: int, wait: Wait) -> list[torch.Tensor]:
-        """Gives this rank's message, if it has one, to the others, and waits for theirs."""
-        if self._is_waiting:  # Ctrl-C, which the script has caught: those signals still come
+        """Gives this rank's message, if it has one, to the others, and waits for theirs.
+
+        Ctrl-C may end it anywhere, and the script may catch that and go on.
+        """
+        if self._signals.are_owed:  # by an exchange that was cut short
             self._signals.collect(wait)
         places, headers = self._places[self._turn], self._headers[self._turn]
         self._turn = 1 - self._turn
-        header, activity = headers[self._me], wait.activity.encode()
-        _STAMP.pack_into(header, 0, wait.sequence, length, zlib.crc32(activity))
-        shown = activity[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES, b"\0")
-        header[_ACTIVITY_AT:] = shown
+        header, activity = headers[self._me], wait.activity.encode(errors="surrogateescape")
         if mine is not None:
             places[self._me][_HEADER_BYTES : _HEADER_BYTES + length] = mine
-        self._is_waiting = True
+        header[_ACTIVITY_AT:] = activity[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES, b"\0")
+        # Last: without it what lies there is the message of an earlier exchange.
+        _STAMP.pack_into(header, 0, wait.sequence, length, zlib.crc32(activity))
         self._signals.post()
         self._signals.collect(wait)
-        self._is_waiting = False
         stamp = header[:_ACTIVITY_AT]
         if any(each[:_ACTIVITY_AT] != stamp for each in headers):
             self._raise_out_of_step(headers)
@@ -98,9 +95,11 @@ class HostChannel:
 
     def _raise_out_of_step(self, headers: list[Any]) -> None:
         """Raises the same on every rank: all have read the same headers."""
-        self._group.broken = True
-        found = {
-            rank: {"activity": bytes(each[_ACTIVITY_AT:]).rstrip(b"\0").decode(errors="replace")}
-            for rank, each in enumerate(headers)
-        }
+        activities = [
+            bytes(each[_ACTIVITY_AT:]).rstrip(b"\0").decode(errors="replace") for each in headers
+        ]
+        if len(set(activities)) == 1:  # one of them has missed some exchanges
+            numbers = [_STAMP.unpack_from(each)[0] for each in headers]
+            activities = [f"{a} (exchange {n})" for a, n in zip(activities, numbers, strict=True)]
+        found = {rank: {"activity": activity} for rank, activity in enumerate(activities)}
         raise DesyncError(board.out_of_step(found))

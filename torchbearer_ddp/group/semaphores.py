@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torchbearer_ddp.group.hosts import Process
 from torchbearer_ddp.group.segment import LINE_BYTES, Segment
@@ -56,18 +58,31 @@ class Signals:
         for other in others:
             if library.sem_init(semaphore(me, other), 1, 0) != 0:
                 raise OSError(ctypes.get_errno(), "sem_init failed")
-        self._posts = [partial(quick.sem_post, semaphore(other, me)) for other in others]
-        mine = [semaphore(me, other) for other in others]
-        takes = [partial(quick.sem_trywait, each) for each in mine]
-        sleeps = [_sleeper(library, each) for each in mine]
-        #: For each other rank: how to take its signal, how to wait for it, and its process.
-        self._peers = [*zip(takes, sleeps, [local[other] for other in others], strict=True)]
+        #: Rounds in which this rank has signalled, and has not taken all signals of the others.
+        self._rounds: list[None] = []
+        self._posts = [
+            *(partial(quick.sem_post, semaphore(other, me)) for other in others),
+            partial(self._rounds.append, None),
+        ]
+        self._peers = [
+            _Peer(
+                local[other],
+                take=partial(quick.sem_trywait, semaphore(me, other)),
+                sleep=_sleeper(library, semaphore(me, other)),
+            )
+            for other in others
+        ]
         self._missing = self._peers.copy()
+
+    @property
+    def are_owed(self) -> bool:
+        """True if this rank has signalled, and has not taken the others' signals of that round."""
+        return bool(self._rounds)
 
     def post(self) -> None:
         """Signals every other rank."""
-        for post in self._posts:
-            post()
+        # In one call of C: Ctrl-C, which a script may catch, cannot come between two signals.
+        deque(map(partial.__call__, self._posts), maxlen=0)
 
     def collect(self, wait: Wait | None = None) -> bool:
         """Takes one signal of every other rank; without a wait it gives up if one is missing.
@@ -75,37 +90,48 @@ class Signals:
         What was taken before it gave up counts the next time.
         """
         while self._missing:
-            take, sleep, process = self._missing[-1]
-            if take() != 0:
+            if self._missing[-1].take() != 0:
                 if wait is None:
                     return False
-                _wait_for_signal(take, sleep, process, wait)
+                _wait_for_signal(self._missing, wait)
             self._missing.pop()
-        self._missing = self._peers.copy()
+        missing = self._peers.copy()
+        # No call between the two: see above.
+        self._missing = missing
+        del self._rounds[-1]
         return True
 
 
-def _wait_for_signal(
-    take: Callable[[], int], sleep: Callable[[], bool], process: Process, wait: Wait
-) -> None:
-    """Waits for a signal of another rank, and takes it.
+class _Peer(NamedTuple):
+    """Another rank: its process, and how to take its signal, or to wait for it for a while."""
+
+    process: Process
+    take: Callable[[], int]
+    sleep: Callable[[], bool]
+
+
+def _wait_for_signal(missing: list[_Peer], wait: Wait) -> None:
+    """Waits for the signal of the last of these ranks, and takes it.
 
     Raises:
-        PeerLost: If the other rank has ended, or did not come within the timeout.
-        DesyncError: If the other rank waits for something else.
+        PeerLost: If one of the ranks has ended, or the last did not come within the timeout.
+        DesyncError: If another rank waits for something else.
     """
+    peer = missing[-1]
     now = time.monotonic()
     until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
     while time.monotonic() < until:
         os.sched_yield()
-        if take() == 0:
+        if peer.take() == 0:
             return
-    while not sleep():
-        if not process.alive():
-            if take() == 0:  # it posted before it ended
+    while not peer.sleep():
+        for each in [each for each in missing if not each.process.alive()]:
+            if each.take() != 0:
+                cause = f"rank {each.process.rank}, process {each.process.pid}, has ended"
+                raise wait.connection_error(ProcessLookupError(cause), lost=each.process.rank)
+            if each is peer:  # it posted before it ended
                 return
-            cause = ProcessLookupError(f"rank {process.rank}, process {process.pid}, has ended")
-            raise wait.connection_error(cause, lost=process.rank)
+            missing.remove(each)
         if time.monotonic() >= next_poll:
             wait.poll()
             next_poll = time.monotonic() + POLL_SECONDS
