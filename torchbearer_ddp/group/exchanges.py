@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchbearer_ddp import checked
+from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import framing, hosts, segment, wire
 from torchbearer_ddp.group.host_channel import MOST_BYTES, MOST_RANKS, HostChannel
 from torchbearer_ddp.group.membership import Group
@@ -50,7 +53,8 @@ def all_gather(group: Group, mine: torch.Tensor, name: str) -> list[torch.Tensor
     """The bytes of every rank, by rank; equally many on each."""
     wait = Wait(group, name)
     if group.host_channel is not None and len(mine) <= MOST_BYTES:
-        return list(group.host_channel.all_gather(mine, wait))
+        with _broken_if_out_of_step(group):
+            return list(group.host_channel.all_gather(mine, wait))
     everyone = [torch.empty_like(mine) for _ in range(group.member.world_size)]
     wait_for(dist.all_gather(everyone, mine, group=group.control, async_op=True), wait)
     return everyone
@@ -68,7 +72,7 @@ def gather(group: Group, mine: torch.Tensor, target: int, name: str) -> list[tor
 
 def scatter(group: Group, parts: list[torch.Tensor] | None, size: int, name: str) -> torch.Tensor:
     """This rank's part, of so many bytes, of those that rank zero gives."""
-    mine = torch.empty(size, dtype=torch.uint8)
+    mine = torch.empty(size, dtype=torch.uint8, device="cpu")
     wait = Wait(group, name)
     wait_for(dist.scatter(mine, parts, 0, group=group.control, async_op=True), wait)
     return mine
@@ -79,7 +83,8 @@ def broadcast(group: Group, flat: torch.Tensor, name: str) -> None:
     wait, channel = Wait(group, name), _channel(group, flat)
     is_short = flat.numel() * flat.element_size() <= MOST_BYTES
     if group.host_channel is not None and flat.device.type == "cpu" and is_short:
-        group.host_channel.broadcast(flat, wait)
+        with _broken_if_out_of_step(group):
+            group.host_channel.broadcast(flat, wait)
         return
     wait_on = waiter(channel)
     for piece in torch.split(flat, max(1, _PIECE_BYTES // flat.element_size())):
@@ -90,6 +95,16 @@ def all_reduce(group: Group, flat: torch.Tensor, name: str) -> None:
     """Replaces a flat tensor by its sum over all ranks."""
     wait, channel = Wait(group, name), _channel(group, flat)
     waiter(channel)(dist.all_reduce(flat, group=channel, async_op=True), wait)
+
+
+@contextlib.contextmanager
+def _broken_if_out_of_step(group: Group) -> Iterator[None]:
+    """The channel does not hold the group, which would keep both alive once the user is done."""
+    try:
+        yield
+    except DesyncError:
+        group.broken = True
+        raise
 
 
 def _channel(group: Group, tensor: torch.Tensor) -> Any:
@@ -105,7 +120,7 @@ def _host_channel(group: Group) -> HostChannel | None:
             return None
         made, problem = None, everyone[0].problem
         try:
-            made = None if problem else HostChannel(group, everyone)
+            made = None if problem else HostChannel(group.member.rank, everyone)
         except OSError as error:
             problem = str(error)[: _OFFER_BYTES // 8]
         # After this no rank signals to one that is not ready, and the first may close the memory.

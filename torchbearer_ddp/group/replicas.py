@@ -29,7 +29,8 @@ Named = list[tuple[str, torch.Tensor]]
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
     """One checksum per tensor, on the host; a GPU computes its own and sends them together."""
     found = [_checksum(tensor) for _, tensor in tensors]
-    on_host = torch.tensor([0 if torch.is_tensor(each) else each for each in found]).long()
+    numbers = [0 if torch.is_tensor(each) else each for each in found]
+    on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for index, value in enumerate(found):
         if torch.is_tensor(value):

@@ -29,7 +29,7 @@ _PIECE_BYTES = 16 * 2**20
 
 def broadcast(mine: wire.Encoded | None, exchange: Exchange, name: str) -> wire.Encoded:
     """Rank zero's value on every rank; the other ranks have None."""
-    head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+    head = torch.zeros(HEAD_BYTES, dtype=torch.uint8, device="cpu")
     if mine is not None:
         _write_head(head, mine)
     exchange(head, name)
@@ -40,7 +40,7 @@ def broadcast(mine: wire.Encoded | None, exchange: Exchange, name: str) -> wire.
         if size <= HEAD_BYTES - _PREFIX_BYTES:
             return mine or _read_head(head[_PREFIX_BYTES:][:size], length)
     more = f"{name} (continued)"
-    text = torch.empty(length, dtype=torch.uint8) if mine is None else mine.text
+    text = torch.empty(length, dtype=torch.uint8, device="cpu") if mine is None else mine.text
     exchange(text, more)
     if mine is None:
         mine = _memory_for(text, size, name)
@@ -62,11 +62,14 @@ def _memory_for(text: torch.Tensor, size: int, name: str) -> wire.Encoded:
     with wire.received(0, name):
         sizes = wire.sizes(text)
         checked.one_of(size - len(text))(sum(sizes), "the length of its tensors")
-    return wire.Encoded(text, [torch.empty(each, dtype=torch.uint8) for each in sizes])
+    blobs = [torch.empty(each, dtype=torch.uint8, device="cpu") for each in sizes]
+    return wire.Encoded(text, blobs)
 
 
 def _write_head(head: torch.Tensor, mine: wire.Encoded) -> None:
-    head[:_PREFIX_BYTES].view(torch.int64).copy_(torch.tensor([len(mine.text), mine.size]))
+    head[:_PREFIX_BYTES].view(torch.int64).copy_(
+        torch.tensor([len(mine.text), mine.size], device="cpu")
+    )
     if mine.size <= HEAD_BYTES - _PREFIX_BYTES:
         head[_PREFIX_BYTES:][: mine.size] = torch.cat([mine.text, *mine.blobs])
 

@@ -310,5 +310,5 @@ def _short(kind: torch.dtype | torch.layout) -> str:
 
 def _byte_tensor(data: bytes) -> torch.Tensor:
     if not data:  # torch.frombuffer refuses an empty buffer
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
