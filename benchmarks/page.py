@@ -44,8 +44,8 @@ _HOSTS = (
     "through ``gloo``, with more they are summed inside each host first (``hierarchical``)."
 )
 _LINKS = (
-    "*Plain DDP / this* compares with DDP without a hook, *same hook / this* with DDP and torch's "
-    "hook of the same kind. *MB* is what one host sends in a step."
+    "*Plain DDP / this* compares with DDP without a hook, *same hook / this* with DDP and a "
+    "hook of the same kind: torch's, or for int8 ours. *MB* is what one host sends in a step."
 )
 _AS_STARTED = (
     "DDP started by torchrun, ours by ``run_distributed``, one launch after the other, in a plain "
@@ -240,9 +240,10 @@ def _promises(found: dict[str, Any]) -> str:
 def _machine(machine: dict[str, Any]) -> str:
     return (
         f"Measured on {machine['cores']} cores of an {machine['processor']}, with Python "
-        f"{machine['python']}, torch {machine['torch']} and one thread a rank. Four and eight "
-        "ranks share these cores, and so do the two hosts. Every time and its spread is in "
-        ":download:`results.json <benchmarks/results.json>`."
+        f"{machine['python']}, torch {machine['torch']} and one thread a rank where no table "
+        "says otherwise. Three and more ranks share these cores, and so do the two hosts. Every "
+        "figure is in :download:`results.json <benchmarks/results.json>`, times of steps and of "
+        "whole commands beside other libraries with their spread."
     )
 
 

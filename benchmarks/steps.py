@@ -99,8 +99,8 @@ def in_a_trial(way: str, case: Case) -> Steps:
 class Clock(Callback):
     """Times the steps of an epoch, without what a run does before and after them.
 
-    The first steps are not counted: in them buckets are made, once in a run, which here is a few
-    steps long and elsewhere hours.
+    The first steps are not counted: in them ranks compare what they train, and make buckets, once
+    in a run, which here is a few steps long and elsewhere hours.
     """
 
     WARM_UP = 2

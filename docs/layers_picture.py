@@ -67,7 +67,7 @@ def box(folder: str) -> str:
     text, column, row, columns, rows = LAYERS[folder]
     x, y = GAP + column * COLUMN, GAP + sum(HEIGHTS[:row])
     width, height = columns * COLUMN - GAP, sum(HEIGHTS[row : row + rows]) - GAP
-    title = "errors, log, version" if folder == "." else f"{folder}/"
+    title = "checked, errors, log, version" if folder == "." else f"{folder}/"
     lines = [f'<text x="{x + 14}" y="{y + 24}" class="name">{title}</text>']
     lines.append(f'<text x="{x + 14}" y="{y + 43}">{text}</text>')
     for number, line in enumerate(wrapped(folder)):

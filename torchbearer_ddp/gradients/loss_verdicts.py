@@ -88,7 +88,8 @@ class LossVerdicts:
     def begin(self) -> None:
         """Begins a run: forgets what was found, unless :meth:`keep` is called.
 
-        A loss of torch that is a mean in the standard closure stays one, whatever callbacks add.
+        A loss of torch that is a mean, weighted or not, in the standard closure stays one, whatever
+        callbacks add.
         """
         before = self.kinds, self._criteria, self._closure
         self.clear()

@@ -1,4 +1,4 @@
-"""How bytes reach the other ranks: through the memory of a host, or through gloo."""
+"""How bytes reach the other ranks: through the memory of a host, through gloo, or with GPUs through NCCL."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _PROBE_SECONDS = 1.0
 _FAREWELL = checked.record(
     {"rank": checked.whole(0), "why": checked.text(), "sequence": checked.whole(0)}
 )
-#: The key under which each rank that leaves adds a line.
+#: The key under which each rank that leaves adds an entry.
 _FAREWELLS = "farewells"
 _COUNTER = checked.whole(-(2**63), 2**63 - 1)
 #: The key by which a rank recognises the store of its run.
@@ -253,8 +253,8 @@ def depart(store: Store, world_size: int, seconds: float, farewell: dict[str, An
     def leave() -> None:
         if not is_gone(store):
             if farewell is not None:
-                line = json.dumps(farewell) + "\n"
-                store.append(_FAREWELLS, line)  # type: ignore[attr-defined]  # torch's types lack it
+                entry = json.dumps(farewell) + ","
+                store.append(_FAREWELLS, entry)  # type: ignore[attr-defined]  # torch's types lack it
             count(store, "left", 1)
             await_departures(store, world_size, seconds)
 
@@ -265,8 +265,11 @@ def depart(store: Store, world_size: int, seconds: float, farewell: dict[str, An
 
 def farewells(store: Store) -> list[dict[str, Any]]:
     """What the ranks that have left said; one question, or two, however many they are."""
-    lines = store.get(_FAREWELLS).splitlines() if store.check([_FAREWELLS]) else []
-    return [posts.parse(line, _FAREWELLS, _FAREWELL) for line in lines if line]
+    entries = store.get(_FAREWELLS) if store.check([_FAREWELLS]) else b""
+    found: list[dict[str, Any]] = posts.parse(
+        b"[%s]" % entries.removesuffix(b","), _FAREWELLS, checked.items(_FAREWELL)
+    )
+    return found
 
 
 def await_departures(store: Store, world_size: int, seconds: float) -> None:

@@ -23,6 +23,8 @@ from torchbearer_ddp.group.hosts import Process, file_id
 LINE_BYTES = 64
 #: A flag of memfd_create: the file is closed in a program that this process becomes.
 _CLOSE_ON_EXEC = 1
+#: An advice of madvise that Python does not name: the pages are made now, to be written.
+_POPULATE_WRITE = 23
 #: A directory to take the memory from instead (its free space is then the limit).
 DIRECTORY_VARIABLE = "TORCHBEARER_DDP_SHM_DIR"
 
@@ -90,8 +92,11 @@ class Segment:
             # Too little room must be an error here, not a SIGBUS later. Every rank reserves its own
             # part, so that on a machine with several memory nodes the part is near to it.
             os.posix_fallocate(fd, me * self.part_bytes, self.part_bytes)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._memory = mmap.mmap(fd, parts * self.part_bytes, flags=flags)
+            self._memory = mmap.mmap(fd, parts * self.part_bytes, flags=mmap.MAP_SHARED)
+            # All ranks clear their parts at the same time, where each page would else be cleared
+            # when it is first used. (Not each of them all parts: they would wait for each other.)
+            with contextlib.suppress(OSError):  # Linux before 5.14
+                self._memory.madvise(_POPULATE_WRITE, me * self.part_bytes, self.part_bytes)
         finally:
             os.close(fd)
 

@@ -93,7 +93,8 @@ def _host(found: dict[str, Any], local: list[int], host: str) -> Iterator[Findin
         yield Finding(
             False,
             f"{host} cannot share memory between ranks ({problem}).",
-            "Gradients go through gloo there, which is slower. Allow memfd_create.",
+            "Gradients and small messages go through gloo there, which is slower. Allow "
+            "memfd_create.",
         )
     if memory.get("shared memory", _SMALL_SHARED_MEMORY) < _SMALL_SHARED_MEMORY:
         yield Finding(
