@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.ranks import ranks, run_ranks
 from torchbearer_ddp.errors import DesyncError, DistributedError, PeerLost
 from torchbearer_ddp.group import collectives, exchanges, hosts, membership, segment
 from torchbearer_ddp.group.host_channel import MOST_BYTES
+from torchbearer_ddp.group.waiting import Wait
 
 
 def _exchanges_of(seed):
@@ -139,6 +141,38 @@ def test_a_rank_that_sends_more_than_fits_is_out_of_step_with_one_that_sends_les
     name = f"bytes {collectives.rank()}"
     with pytest.raises(DesyncError, match=r"rank 0 waits for bytes 0, rank 1 waits for bytes 1"):
         exchanges.all_gather(membership.current(), torch.zeros(size, dtype=torch.uint8), name)
+
+
+@ranks(2)
+def test_a_signal_that_is_taken_as_an_exception_comes_is_not_lost():
+    rounds, begun, drawn = 2000, [], random.Random(3)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    group = membership.current()
+    collectives.barrier()
+    signals = group.host_channel._signals
+    signal.signal(signal.SIGALRM, interrupt)
+    wait, caught = Wait(group, "the signals"), 0
+    while signals.are_owed or len(begun) < rounds:
+        try:
+            if collectives.rank() == 0:  # once: none may come between this and the next attempt
+                signal.setitimer(signal.ITIMER_REAL, drawn.uniform(1e-6, 5e-5))
+            if not signals.are_owed:
+                signals.post(before=partial(begun.append, None))
+            signals.collect(wait)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupted:
+            caught += 1
+    # Both have taken all, so each waits for the other in an exchange of another kind too.
+    collectives.all_reduce([torch.ones(3)], "a sum")
+    counts = collectives.all_gather((len(begun), caught), "what was counted")
+    assert [count for count, _ in counts] == [rounds, rounds]
+    assert counts[0][1] > 100
 
 
 @ranks(3)

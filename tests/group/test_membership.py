@@ -1,6 +1,8 @@
 """Which group a process belongs to: ours, one that the user made with torch, or none."""
 
 import logging
+import os
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import ranks
 from torchbearer_ddp import log
+from torchbearer_ddp.errors import DistributedError
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.group.join import join_single, leave
 from torchbearer_ddp.group.membership import Member, adopted, current
@@ -84,4 +87,26 @@ def test_channels_that_are_closed_with_a_script_may_be_of_other_ranks(tmp_path):
     with pytest.raises(ValueError, match="group"):
         dist.get_backend(both)
     assert (first == dist.GroupMember.NON_GROUP_MEMBER) == (rank == 1)
+    dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_process_that_is_forked_from_a_rank_of_the_users_group_is_no_rank(tmp_path):
+    rank = collectives.rank()
+    leave()
+    file = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2)
+    child = os.fork()  # before anything of this package has asked for the group
+    if not child:
+        try:
+            known = collectives.rank(), collectives.world_size()
+            collectives.all_gather("of the child", "ranks")
+        except DistributedError as error:
+            sys.excepthook(type(error), error, None)  # as if nobody had caught it
+            os._exit(7 if "is not a rank" in str(error) and known == (rank, 2) else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert collectives.all_gather(rank, "ranks") == [0, 1]
+    dist.barrier()
     dist.destroy_process_group()

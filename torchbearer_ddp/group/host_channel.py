@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,12 +85,12 @@ class HostChannel:
         if mine is not None:
             places[self._me][_HEADER_BYTES : _HEADER_BYTES + length] = mine
         header[_ACTIVITY_AT:] = activity[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES, b"\0")
-        # Last: without it what lies there is the message of an earlier exchange.
-        _STAMP.pack_into(header, 0, wait.sequence, length, zlib.crc32(activity))
-        self._signals.post()
+        # Without it what lies there is the message of an earlier exchange.
+        stamp = wait.sequence, length, zlib.crc32(activity)
+        self._signals.post(before=partial(_STAMP.pack_into, header, 0, *stamp))
         self._signals.collect(wait)
-        stamp = header[:_ACTIVITY_AT]
-        if any(each[:_ACTIVITY_AT] != stamp for each in headers):
+        expected = header[:_ACTIVITY_AT]
+        if any(each[:_ACTIVITY_AT] != expected for each in headers):
             self._raise_out_of_step(headers)
         return [place[_HEADER_BYTES : _HEADER_BYTES + length] for place in places]
 

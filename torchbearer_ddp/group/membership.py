@@ -179,6 +179,8 @@ class _Membership:
     settled = False
     join_by_itself: Callable[[], None] | None = None
     on_adoption: Callable[[], None] | None = None
+    #: torch's process group of the process that has forked this one, and that process.
+    inherited: tuple[Any, int] = None, 0
 
 
 def register(join_by_itself: Callable[[], None], on_adoption: Callable[[], None]) -> None:
@@ -260,7 +262,18 @@ def _adopt() -> Group:
         backend=dist.get_backend(),
     )
     store = PrefixStore("torchbearer_ddp", dist.distributed_c10d._get_default_store())
-    return Group(member, own_connection(store), hosts=["?"] * world_size)
+    inherited, pid = _Membership.inherited
+    if inherited is not dist.group.WORLD:
+        pid = os.getpid()
+    return Group(member, own_connection(store), hosts=["?"] * world_size, pid=pid)
+
+
+def _note_what_is_inherited() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _Membership.inherited = dist.group.WORLD, os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_what_is_inherited)
 
 
 def transport_timeout(timeout: float) -> float:

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from itertools import starmap
+from typing import Any, NamedTuple
 
 from torchbearer_ddp.group.hosts import Process
 from torchbearer_ddp.group.segment import LINE_BYTES, Segment
@@ -24,6 +25,7 @@ _YIELD_SECONDS = 1e-4
 #: How often a sleeping wait checks that the other process is alive.
 _LIFE_SECONDS = 0.2
 _CLOCK_MONOTONIC = 1
+_NO_ARGUMENTS: tuple[tuple[()], ...] = ((),)
 
 
 class _Timespec(ctypes.Structure):
@@ -60,7 +62,7 @@ class Signals:
                 raise OSError(ctypes.get_errno(), "sem_init failed")
         #: Rounds in which this rank has signalled, and has not taken all signals of the others.
         self._rounds: list[None] = []
-        self._posts = [
+        self._posts: list[partial[Any]] = [
             *(partial(quick.sem_post, semaphore(other, me)) for other in others),
             partial(self._rounds.append, None),
         ]
@@ -72,30 +74,31 @@ class Signals:
             )
             for other in others
         ]
-        self._missing = self._peers.copy()
+        self._missing = [_Signal(peer) for peer in self._peers]
 
     @property
     def are_owed(self) -> bool:
         """True if this rank has signalled, and has not taken the others' signals of that round."""
         return bool(self._rounds)
 
-    def post(self) -> None:
-        """Signals every other rank."""
-        # In one call of C: Ctrl-C, which a script may catch, cannot come between two signals.
-        deque(map(partial.__call__, self._posts), maxlen=0)
+    def post(self, before: partial[Any] | None = None) -> None:
+        """Signals every other rank, after a last call that belongs to it."""
+        posts = self._posts if before is None else [before, *self._posts]
+        # In one call of C: Ctrl-C, which a script may catch, cannot come between two of these.
+        deque(map(partial.__call__, posts), maxlen=0)
 
     def collect(self, wait: Wait | None = None) -> bool:
         """Takes one signal of every other rank; without a wait it gives up if one is missing.
 
-        What was taken before it gave up counts the next time.
+        What was taken before it gave up, or before an exception ended it, counts the next time.
         """
         while self._missing:
-            if self._missing[-1].take() != 0:
+            if not self._missing[-1].is_taken():
                 if wait is None:
                     return False
                 _wait_for_signal(self._missing, wait)
             self._missing.pop()
-        missing = self._peers.copy()
+        missing = [_Signal(peer) for peer in self._peers]
         # No call between the two: see above.
         self._missing = missing
         del self._rounds[-1]
@@ -103,33 +106,61 @@ class Signals:
 
 
 class _Peer(NamedTuple):
-    """Another rank: its process, and how to take its signal, or to wait for it for a while."""
+    """Another rank: its process, and how to take its signal, or to wait for it until a time."""
 
     process: Process
     take: Callable[[], int]
-    sleep: Callable[[], bool]
+    sleep: tuple[Callable[[Any], int], Callable[[], float]]
 
 
-def _wait_for_signal(missing: list[_Peer], wait: Wait) -> None:
-    """Waits for the signal of the last of these ranks, and takes it.
+class _Signal:
+    """One signal of another rank.
+
+    One that is taken and not noted, because an exception came in between, would be lost: C takes
+    and notes it in one call.
+    """
+
+    def __init__(self, peer: _Peer) -> None:
+        self.process = peer.process
+        self._peer = peer
+        #: What the last attempt to take it has returned: 0 if it did.
+        self._last = deque((1,), 1)
+
+    def is_taken(self) -> bool:
+        """Takes it, if it is there and was not taken yet."""
+        if self._last[0]:
+            self._last.extend(starmap(self._peer.take, _NO_ARGUMENTS))
+        return not self._last[0]
+
+    def is_taken_soon(self) -> bool:
+        """The same, after a while; a signal of the system ends it, so that its handler runs."""
+        if self._last[0]:
+            sleep, clock = self._peer.sleep
+            until = ctypes.byref(_timespec(clock() + _LIFE_SECONDS))
+            self._last.extend(map(sleep, (until,)))
+        return not self._last[0]
+
+
+def _wait_for_signal(missing: list[_Signal], wait: Wait) -> None:
+    """Waits for the last of these signals, and takes it.
 
     Raises:
         PeerLost: If one of the ranks has ended, or the last did not come within the timeout.
         DesyncError: If another rank waits for something else.
     """
-    peer = missing[-1]
+    signal = missing[-1]
     now = time.monotonic()
     until, next_poll = now + _YIELD_SECONDS, now + min(POLL_SECONDS, wait.timeout)
     while time.monotonic() < until:
         os.sched_yield()
-        if peer.take() == 0:
+        if signal.is_taken():
             return
-    while not peer.sleep():
+    while not signal.is_taken_soon():
         for each in [each for each in missing if not each.process.alive()]:
-            if each.take() != 0:
+            if not each.is_taken():
                 cause = f"rank {each.process.rank}, process {each.process.pid}, has ended"
                 raise wait.connection_error(ProcessLookupError(cause), lost=each.process.rank)
-            if each is peer:  # it posted before it ended
+            if each is signal:  # it posted before it ended
                 return
             missing.remove(each)
         if time.monotonic() >= next_poll:
@@ -137,13 +168,10 @@ def _wait_for_signal(missing: list[_Peer], wait: Wait) -> None:
             next_poll = time.monotonic() + POLL_SECONDS
 
 
-def _sleeper(library: ctypes.CDLL, semaphore: ctypes.c_void_p) -> Callable[[], bool]:
-    """A function that waits for a semaphore for a while, and returns whether it got it.
-
-    A signal ends that wait early, so that Python's handler runs.
-    """
+def _sleeper(
+    library: ctypes.CDLL, semaphore: ctypes.c_void_p
+) -> tuple[Callable[[Any], int], Callable[[], float]]:
+    """A function that waits for a semaphore until a time, and the clock of that time."""
     if hasattr(library, "sem_clockwait"):  # glibc 2.30: not moved by changes of the wall clock
-        clockwait = partial(library.sem_clockwait, semaphore, _CLOCK_MONOTONIC)
-        return lambda: clockwait(ctypes.byref(_timespec(time.monotonic() + _LIFE_SECONDS))) == 0
-    timedwait = partial(library.sem_timedwait, semaphore)
-    return lambda: timedwait(ctypes.byref(_timespec(time.time() + _LIFE_SECONDS))) == 0
+        return partial(library.sem_clockwait, semaphore, _CLOCK_MONOTONIC), time.monotonic
+    return partial(library.sem_timedwait, semaphore), time.time

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import signal
@@ -20,12 +19,18 @@ from multiprocessing.process import parent_process
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from torchbearer_ddp import log
 from torchbearer_ddp.data import randomness
 from torchbearer_ddp.errors import LaunchError
-from torchbearer_ddp.group import collectives, failures, launcher, membership, stop_request, waiting
+from torchbearer_ddp.group import (
+    agreement,
+    collectives,
+    failures,
+    launcher,
+    membership,
+    stop_request,
+    waiting,
+)
 from torchbearer_ddp.group.join import join, join_single, leave
 from torchbearer_ddp.launch import environments, signals
 from torchbearer_ddp.launch import rank as rank_process
@@ -136,7 +141,8 @@ def report_errors() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if group := membership.current():
+        group = membership.current()
+        if group is not None and group.pid == os.getpid():  # one that it has forked is no rank
             waiting.report_failure(group, error)
         previous(kind, error, trace)
 
@@ -149,14 +155,7 @@ def report_errors() -> None:
 def _fingerprints() -> dict[str, str]:
     """A fingerprint of the state of each random generator."""
     state = randomness.rng_state()
-    plain = {name: _plain(state[name]) for name in _GENERATORS}
-    return {name: hashlib.sha256(repr(each).encode()).hexdigest() for name, each in plain.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return {name: agreement.digest(state[name]) for name in _GENERATORS}
 
 
 #: At the import, to find out what has been drawn from since.
