@@ -444,8 +444,9 @@ def test_the_divisor_of_other_kinds_is_the_number_of_samples(kind):
     assert divisor(nn.CrossEntropyLoss(), classification(7), kind) == 7
 
 
-def test_ignored_targets_of_a_later_batch_do_not_count_in_a_mean():
-    state, criterion = classification(7), nn.CrossEntropyLoss()
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy, F.nll_loss])
+def test_ignored_targets_of_a_later_batch_do_not_count_in_a_mean(criterion):
+    state = classification(7)
     assert classify(criterion, state) == Verdict("mean")
     state[torchbearer.Y_TRUE][:3] = -100
     assert divisor(criterion, state, "mean") == 4

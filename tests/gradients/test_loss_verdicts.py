@@ -409,6 +409,15 @@ def test_ignored_targets_of_a_later_batch_are_no_other_kind():
     assert not _differs("mean", "weighted", nn.CrossEntropyLoss())
 
 
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy])
+def test_a_mean_divides_by_targets_once_samples_have_several(criterion):
+    losses = LossVerdicts(None, None, None)
+    losses.kinds = ["mean"]  # as the first batch, or the run before, has shown it
+    target = torch.tensor([[1, 2, -100], [0, -100, -100]])
+    state = {torchbearer.CRITERION: criterion, torchbearer.Y_TRUE: target}
+    assert losses.weight({**state, torchbearer.X: torch.ones(2, 3)}, 0) == 3
+
+
 def test_a_loss_that_cannot_be_told_yet_does_not_get_the_kind_of_the_next_one(monkeypatch):
     found = {"first": Verdict("unknown", "all are zero", later=True), "second": Verdict("sum")}
     monkeypatch.setattr(loss_verdicts, "_examine", lambda criterion, _: found[criterion])

@@ -13,7 +13,7 @@ from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallbac
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.data.loaders import share_of
 from torchbearer_ddp.gradients.loss import divisor
-from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES
+from torchbearer_ddp.gradients.target_weights import is_class_loss
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.metrics import predictions
 from torchbearer_ddp.metrics.pooled_list import LossRule, PooledMetricList
@@ -110,17 +110,13 @@ class SyncMetrics(OrderedCallback):
         """Before the first batch is processed, and after a step that has changed the list."""
         self._continue(state)
 
-    def on_sample_validation(self, state: Any) -> None:
-        """Before the first batch is processed, and after a step that has changed the list."""
-        self._continue(state)
+    on_sample_validation = on_sample
 
     def on_step_training(self, state: Any) -> None:
         """The last hook before the final values, in the last step."""
         self._continue(state)
 
-    def on_step_validation(self, state: Any) -> None:
-        """The last hook before the final values, in the last step."""
-        self._continue(state)
+    on_step_validation = on_step_training
 
     def _pool(self, state: Any) -> None:
         """Replaces the metric list by one that pools, if it is not one already."""
@@ -162,5 +158,5 @@ class _LossRule(LossRule):
         if self._gradients is not None and self._gradients.loss_kind is not None:
             return self._gradients.losses.weight(state, 0)
         criterion = state.get(torchbearer.CRITERION)
-        kind = "weighted" if isinstance(criterion, CLASS_LOSSES) else "mean"
+        kind = "weighted" if is_class_loss(criterion) else "mean"
         return divisor(criterion, state, kind)

@@ -29,10 +29,11 @@ from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size, first_tensor, map_tensors, select
 from torchbearer_ddp.gradients.criterion_parts import on_copies
 from torchbearer_ddp.gradients.target_weights import (
-    CLASS_LOSSES,
+    DEFAULT_IGNORED,
     TargetWeights,
     Total,
     class_targets,
+    is_class_loss,
     not_ignored,
 )
 from torchbearer_ddp.group.trained import LOADER_KEYS
@@ -139,14 +140,16 @@ def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.
         target = class_targets(state)
         if target is not None:
             return total(TargetWeights.of(criterion), target)
-    elif kind == "mean" and isinstance(criterion, CLASS_LOSSES):
+    elif kind == "mean" and is_class_loss(criterion):
         target = class_targets(state)
-        if target is not None and criterion.weight is not None and criterion.reduction == "mean":
+        has_weights = getattr(criterion, "weight", None) is not None
+        if target is not None and has_weights and criterion.reduction == "mean":
             return total(TargetWeights.of(criterion), target)  # they were set after the first batch
         if target is not None and target.dim() == 1:
+            ignored = getattr(criterion, "ignore_index", DEFAULT_IGNORED)
             if target.device.type == "cpu":
-                return not_ignored(target, criterion.ignore_index)
-            return total(TargetWeights(None, criterion.ignore_index), target)
+                return not_ignored(target, ignored)
+            return total(TargetWeights(None, ignored), target)
     return float(batch_size(state))
 
 

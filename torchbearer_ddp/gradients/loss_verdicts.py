@@ -14,7 +14,7 @@ from torchbearer.bases import base_closure
 from torchbearer_ddp import checked
 from torchbearer_ddp.data.batch import batch_size
 from torchbearer_ddp.gradients.loss import KINDS, Verdict, classify, combine, divisor, is_value_of
-from torchbearer_ddp.gradients.target_weights import CLASS_LOSSES, EarlyTotal, class_targets
+from torchbearer_ddp.gradients.target_weights import EarlyTotal, class_targets, is_class_loss
 from torchbearer_ddp.gradients.weights import Average, as_sent
 from torchbearer_ddp.group import collectives
 from torchbearer_ddp.log import announce
@@ -147,7 +147,7 @@ class LossVerdicts:
             return as_sent(float(self._weight(state)))
         kind = self.kind(number) or "unknown"
         criterion = state.get(torchbearer.CRITERION)
-        if kind == "mean" and self._chosen is None and isinstance(criterion, CLASS_LOSSES):
+        if kind == "mean" and self._chosen is None and is_class_loss(criterion):
             target = class_targets(state)
             if target is not None and target.dim() > 1:  # it had one for each sample when found
                 kind = "weighted"
@@ -270,7 +270,7 @@ def _differs(known: str, later: str, criterion: Any) -> bool:
     if (known, later) == ("weighted", "mean"):  # all targets of that batch have one weight
         return False
     # Ignored targets of a later batch do not count as samples anyway.
-    return not (isinstance(criterion, CLASS_LOSSES) and (known, later) == ("mean", "weighted"))
+    return not (is_class_loss(criterion) and (known, later) == ("mean", "weighted"))
 
 
 def _reduction(criterion: Any) -> str | None:

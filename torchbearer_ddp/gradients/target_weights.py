@@ -14,11 +14,20 @@ from torchbearer_ddp.gradients.criterion_parts import parts_of
 from torchbearer_ddp.gradients.host_copy import HostCopy
 
 #: torch ignores targets of this value unless told otherwise.
-_DEFAULT_IGNORED = -100
+DEFAULT_IGNORED = -100
 #: Fewer targets are counted faster as numbers of Python.
 _FEW = 100
-#: The losses that divide by the weights of the targets.
-CLASS_LOSSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+_CLASS_LOSSES = tuple(
+    getattr(torch.nn, name)
+    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")
+    if hasattr(torch.nn, name)  # the last one is new
+)
+_CLASS_FUNCTIONS = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+
+
+def is_class_loss(criterion: Any) -> bool:
+    """True for the losses of torch that divide by the weights of the targets."""
+    return isinstance(criterion, _CLASS_LOSSES) or any(criterion is f for f in _CLASS_FUNCTIONS)
 
 
 def class_targets(state: Any) -> torch.Tensor | None:
@@ -41,13 +50,13 @@ class TargetWeights:
     """The weight of each class in a loss, and the target that it ignores."""
 
     weight: torch.Tensor | None = None
-    ignored: int = _DEFAULT_IGNORED
+    ignored: int = DEFAULT_IGNORED
 
     @classmethod
     def of(cls, criterion: Any) -> TargetWeights:
         """Those of a criterion, or of the only loss of classes that a function uses."""
-        parts = [criterion] if isinstance(criterion, CLASS_LOSSES) else parts_of(criterion)
-        found = [each for each in parts if isinstance(each, CLASS_LOSSES)]
+        parts = [criterion] if isinstance(criterion, _CLASS_LOSSES) else parts_of(criterion)
+        found = [each for each in parts if isinstance(each, _CLASS_LOSSES)]
         return cls(found[0].weight, found[0].ignore_index) if len(found) == 1 else cls()
 
     def total(self, target: torch.Tensor) -> float:
@@ -74,7 +83,7 @@ class TargetWeights:
         """True if a batch of such targets may count differently from its samples."""
         if target is None:
             return False
-        special = self.weight is not None or self.ignored != _DEFAULT_IGNORED
+        special = self.weight is not None or self.ignored != DEFAULT_IGNORED
         return special or target.shape != (count,)
 
 
