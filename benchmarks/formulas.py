@@ -140,8 +140,8 @@ def text(found: dict[str, Any]) -> str:
         "checkpoint. Measured values, and behind them what the formula says. Bytes were counted by "
         "the interface, so they include the headers of packets and of gloo, several hundred bytes "
         "for a short message; the formulas are of what is sent. All ranks share two cores, with "
-        "other work beside them, so of times only ratios are shown. Small messages go through gloo here, as "
-        "between hosts, and not through shared memory."
+        "other work beside them, so of times only ratios are shown. Small messages go through gloo "
+        "here, as between hosts, and not through shared memory."
     )
     return "\n".join([legend, "", *lines, *(f"    {_row(row)}" for row in rows), "", *_limits()])
 

@@ -9,7 +9,7 @@ torchbearer's ``state_dict`` depends on them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torchbearer
 from torchbearer.callbacks import Callback, CallbackList
@@ -20,8 +20,14 @@ from torchbearer_ddp.callbacks.hooks import define_hooks
 from torchbearer_ddp.callbacks.torchbearer_callbacks import stand_ins
 from torchbearer_ddp.group import debug, membership, stop_request, unsynchronised
 
+_Kind = TypeVar("_Kind")
 FIRST = -1
 LAST = 1
+
+
+def of_kind(state: Any, kind: type[_Kind]) -> list[_Kind]:
+    """The callbacks of one class in the list of a run."""
+    return [each for each in state[torchbearer.CALLBACK_LIST] if isinstance(each, kind)]
 
 
 class OrderedCallback(Callback):  # type: ignore[misc]

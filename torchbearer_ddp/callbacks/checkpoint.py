@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torchbearer
 
 from torchbearer_ddp import checked
-from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback, of_kind
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.checkpoints import folder, source
 from torchbearer_ddp.checkpoints.best import Best
@@ -134,7 +134,7 @@ class Checkpoint(OrderedCallback):
     def on_init(self, state: Any) -> None:
         """At init, where a second Checkpoint can still be refused."""
         super().on_init(state)
-        callbacks = [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, Checkpoint)]
+        callbacks = of_kind(state, Checkpoint)
         if len(callbacks) > 1:  # a resume would mix what they saved
             folders = " and ".join(str(each._folder.path) for each in callbacks)
             raise ValueError(
@@ -278,7 +278,7 @@ class Checkpoint(OrderedCallback):
 
     def _find_gradients(self, state: Any) -> None:
         """Lets the gradient header carry rank zero's wish to save."""
-        found = [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, SyncGradients)]
+        found = of_kind(state, SyncGradients)
         if found and found[0] is not self._gradients:
             self._gradients = found[0]
             self._wish = found[0].register_wish(self._wishes_to_save)

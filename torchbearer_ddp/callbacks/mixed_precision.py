@@ -9,7 +9,7 @@ import torch
 import torchbearer
 
 from torchbearer_ddp.callbacks.autocast_region import AutocastRegion
-from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import FIRST, LAST, OrderedCallback, of_kind
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.data.batch import map_tensors
 from torchbearer_ddp.gradients.accumulation import closure_decides
@@ -217,16 +217,15 @@ class MixedPrecision(OrderedCallback):
                 "MixedPrecision('fp16') keeps parameters in single precision, but some of the "
                 "optimizer's are float16. Leave the model as it is, without half()."
             )
-        local = [
-            p for s in _gradients(state) for each in s.skip for p in trained.parameters_of(each)
-        ]
-        if collectives.world_size() > 1 and any(s.uses_powersgd for s in _gradients(state)):
+        averaging = of_kind(state, SyncGradients)
+        local = [p for s in averaging for each in s.skip for p in trained.parameters_of(each)]
+        if collectives.world_size() > 1 and any(s.uses_powersgd for s in averaging):
             raise ValueError(
                 "MixedPrecision('fp16') finds its scale by steps that overflow, but PowerSGD adds "
                 "what a step has lost to the next, and would never be finite again. Use "
                 "MixedPrecision('bf16'), or another compress."
             )
-        every = max((s.every for s in _gradients(state)), default=1)
+        every = max((s.every for s in averaging), default=1)
         if collectives.world_size() > 1 and every > 1:
             raise ValueError(
                 "MixedPrecision('fp16') skips a step on all ranks or on none, but SyncGradients's "
@@ -257,7 +256,7 @@ class MixedPrecision(OrderedCallback):
             self._end_forward(state)
             self._restore_arguments(state)
             if self._scaling is not None:
-                before, averaging = self._scaling.scale, _gradients(state)
+                before, averaging = self._scaling.scale, of_kind(state, SyncGradients)
                 exchanged = collectives.world_size() > 1 and bool(averaging)
                 released = any(each.accumulation.ends_window(state) for each in averaging)
                 self.skipped_steps += self._scaling.end_closure(
@@ -288,10 +287,6 @@ class MixedPrecision(OrderedCallback):
 
 def _single(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in DTYPES.values() else tensor
-
-
-def _gradients(state: Any) -> list[SyncGradients]:
-    return [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, SyncGradients)]
 
 
 def _device(state: Any) -> torch.device:

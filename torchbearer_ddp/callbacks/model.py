@@ -9,7 +9,7 @@ import torch
 import torchbearer
 from torch.nn.parameter import is_lazy
 
-from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback
+from torchbearer_ddp.callbacks.callback_order import LAST, OrderedCallback, of_kind
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.mixed_precision import MixedPrecision
 from torchbearer_ddp.errors import DesyncError
@@ -65,7 +65,7 @@ class SyncModel(OrderedCallback):
             return
         found = trained.find(state)
         _refuse_lazy(found)
-        for each in _gradients(state):
+        for each in of_kind(state, SyncGradients):
             each.align_replicas(state)
             each.stop_is_asked_elsewhere = True  # here, at the end of each epoch
         tensors = _replicated(state, found)
@@ -79,7 +79,7 @@ class SyncModel(OrderedCallback):
         compared = [*tensors, *states]
         checksums = replicas.fingerprint(compared)
         history = state[torchbearer.HISTORY]
-        losses = [each.losses.kept(state) for each in _gradients(state)]
+        losses = [each.losses.kept(state) for each in of_kind(state, SyncGradients)]
         # Lengths of histories, checksums and what is known may differ, unlike the plan.
         everyone = agreement.agree(
             _plan(state, found, tensors),
@@ -88,7 +88,7 @@ class SyncModel(OrderedCallback):
             extra=(len(history), agreement.digest(checksums), agreement.digest(losses)),
         )
         _align_history(history, [epochs for epochs, _, _ in everyone])
-        for each in _gradients(state):
+        for each in of_kind(state, SyncGradients):
             each.losses.keep(alike=len({known for _, _, known in everyone}) == 1)
         names, digests = [name for name, _ in compared], [each for _, each, _ in everyone]
         if difference := replicas.difference(names, checksums, digests):
@@ -107,13 +107,13 @@ class SyncModel(OrderedCallback):
             return
         epoch = state[torchbearer.EPOCH]
         is_due = bool(self._check) and (epoch + 1) % self._check == 0
-        drifts = any(each.may_drift for each in _gradients(state))
+        drifts = any(each.may_drift for each in of_kind(state, SyncGradients))
         found = trained.find(state)
         _compare(state, found, with_values=is_due and not drifts)
         modules = torch.nn.ModuleList(found.modules.values())
         local = [buffer for each in _skipped(state) for buffer in _buffers_of(each)]
         replicas.align_buffers(modules, local)
-        for each in _gradients(state):
+        for each in of_kind(state, SyncGradients):
             each.align_replicas(state)
         if is_due and drifts:
             _compare(state, found, with_values=True)
@@ -130,7 +130,7 @@ def _compare(state: Any, found: trained.Found, *, with_values: bool) -> None:
     shapes = _shapes(_replicated(state, found))
     parameters = _with_values(found.parameters(_skipped(state))) if with_values else []
     checksums = replicas.fingerprint(parameters)
-    gradients = _gradients(state)
+    gradients = of_kind(state, SyncGradients)
     everyone = agreement.agree(
         shapes,
         "what is trained",
@@ -154,11 +154,7 @@ def _compare(state: Any, found: trained.Found, *, with_values: bool) -> None:
 
 def _skipped(state: Any) -> list[Any]:
     """What SyncGradients leaves to each rank on purpose."""
-    return [each for callback in _gradients(state) for each in callback.skip]
-
-
-def _gradients(state: Any) -> list[SyncGradients]:
-    return [c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, SyncGradients)]
+    return [each for callback in of_kind(state, SyncGradients) for each in callback.skip]
 
 
 def _buffers_of(thing: Any) -> list[torch.Tensor]:
@@ -197,9 +193,7 @@ def _plan(state: Any, found: trained.Found, tensors: replicas.Named) -> dict[str
         "the training steps per epoch": state[torchbearer.SELF].state[torchbearer.TRAIN_STEPS],
         # Only the class of RankZeroOnly: other ranks need not have the callback inside it.
         "the callbacks": ", ".join(type(c).__name__ for c in state[torchbearer.CALLBACK_LIST]),
-        "the dtype of MixedPrecision": [
-            c.dtype for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, MixedPrecision)
-        ],
+        "the dtype of MixedPrecision": [each.dtype for each in of_kind(state, MixedPrecision)],
         "the metrics": str(state[torchbearer.METRIC_LIST]),
         **{name: type(each).__name__ for name, each in found.optimizers.items()},
         **{f"the version of {name}": version for name, version in versions().items()},

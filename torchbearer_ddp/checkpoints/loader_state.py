@@ -25,6 +25,7 @@ from torchbearer_ddp.data.sampling import ShardIterable, ShardSampler
 from torchbearer_ddp.group.plain_data import type_name
 from torchbearer_ddp.log import announce
 
+_announce_once = functools.cache(announce)
 #: A data set that must be read from the start has this attribute, and it is True.
 REPLAYS = "resumes_by_replay"
 _METHODS = ("__iter__", "_get_iterator", "state_dict", "load_state_dict")
@@ -278,8 +279,3 @@ def _first_not_plain(value: Any) -> str | None:
         return type_name(value)
     parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
     return next((found for each in parts if (found := _first_not_plain(each))), None)
-
-
-@functools.cache
-def _announce_once(line: str) -> None:
-    announce(line)

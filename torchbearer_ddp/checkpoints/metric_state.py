@@ -23,6 +23,7 @@ from torchbearer_ddp import checked
 from torchbearer_ddp.checkpoints import kinds
 from torchbearer_ddp.errors import CheckpointError, DistributedError
 from torchbearer_ddp.group.plain_data import PlainDataWalker
+from torchbearer_ddp.metrics.combine import GATHERED
 from torchbearer_ddp.metrics.pooled_list import PooledMetricList
 from torchbearer_ddp.metrics.pooling import Ledger
 
@@ -30,10 +31,6 @@ from torchbearer_ddp.metrics.pooling import Ledger
 _DATA = (type(None), bool, int, float, str, bytes, list, tuple, set, deque)
 #: These with their subclasses: a dict comes back as the kind that is there.
 _DATA_KINDS = (torch.Tensor, numpy.generic, numpy.ndarray, dict)
-#: What an EpochLambda gathers: large, and empty again at the next epoch.
-_GATHERED = ("_y_true", "_y_pred")
-
-
 _SUMS = ("_sum", "_sum_sq", "_count")
 #: What torchbearer's metrics are made with.
 _SETTINGS = ("name", "_kwargs", "_batch_size", "_step_size", "_unbiased")
@@ -63,7 +60,7 @@ _HELD: tuple[tuple[type, checked.Form], ...] = (
         ),
     ),
     (RunningMean, checked.record({}, _cache=checked.items(_TENSOR))),
-    (EpochLambda, checked.record({}, **dict.fromkeys(_GATHERED, checked.optional(_TENSOR)))),
+    (EpochLambda, checked.record({}, **dict.fromkeys(GATHERED, checked.optional(_TENSOR)))),
 )
 
 
@@ -79,8 +76,8 @@ def collect(metrics: Metric, *, mid_epoch: bool) -> dict[str, dict[str, Any]]:
         if not mid_epoch:
             if isinstance(metric, Ledger):
                 continue
-            if isinstance(metric, EpochLambda):
-                held = {name: value for name, value in held.items() if name not in _GATHERED}
+            if isinstance(metric, EpochLambda):  # large, and empty again at the next epoch
+                held = {name: value for name, value in held.items() if name not in GATHERED}
         collected[path] = collect_values(held)
     return collected
 
@@ -179,7 +176,7 @@ def _check_batches(metric: Any, held: dict[str, Any], batches: int) -> None:
         form = checked.number if is_one else checked.items(checked.anything)
         form(held.get("_result"), "its last value")
     if isinstance(metric, EpochLambda):
-        gathered = [held[name] is None for name in _GATHERED if name in held]
+        gathered = [held[name] is None for name in GATHERED if name in held]
         if any(gathered) and not all(gathered):
             raise ValueError("it has targets or predictions, and not both")
     if isinstance(metric, Ledger):

@@ -154,13 +154,12 @@ class Resume:
 
     def _together(self, action: Callable[[], None]) -> None:
         """Puts something back; what does not fit on one rank is an error on all."""
-        error: Exception | None = None
-        try:
+
+        def put_back() -> None:
             with contents.of_file(self.path):
                 contents.fitting(action, "state")
-        except (CheckpointError, OSError) as caught:
-            error = caught
-        collectives.raise_together(error, "continuing from a checkpoint")
+
+        collectives.run_together(put_back, "continuing from a checkpoint")
 
     def announce(self, asked: int) -> None:
         """Says where the run continues, or that none of the epochs it asks for is left to do."""

@@ -32,8 +32,8 @@ Digests = dict[tuple[str, str], int]
 
 #: Parameters that an optimizer trains and no module has.
 _LOOSE = "parameters outside of modules"
-#: The loaders and what they make: a resume starts them over.
-_DATA = re.compile(r"state\['((train|validation|test)_(generator|data)|generator|iterator|loader)'")
+#: What reads the loaders, which are passed over themselves: a resume starts it over.
+_DATA = re.compile(r"state\['(iterator|loader)'")
 _OF_CALLBACK = re.compile(r"callbacks\[(\d+)\]\.")
 #: What has a state_dict and is no part of the training's state.
 _NOT_TRAINED = (type, DataLoader, CallbackList, torchbearer.Trial)

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
 
 def write(path: Path, model: dict[str, Any]) -> None:
     """Writes a state dict; the file gets its name when it is whole."""
-    save = _save_safetensors if path.suffix == _SAFETENSORS else _save_torch
+    save: Any = _save_safetensors if path.suffix == _SAFETENSORS else torch.save
     try:
         with file.create(path, _MODE) as stream:
             save(model, stream)
@@ -55,10 +55,6 @@ def write(path: Path, model: dict[str, Any]) -> None:
             raise
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{path} cannot be written ({reason}).") from error
-
-
-def _save_torch(model: dict[str, Any], stream: BinaryIO) -> None:
-    torch.save(model, stream)
 
 
 def _save_safetensors(model: dict[str, Any], stream: BinaryIO) -> None:

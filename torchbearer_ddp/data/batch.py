@@ -12,8 +12,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def batch_size(state: Any) -> int:
-    """The number of samples in the current batch: the first dimension of the first input."""
-    value = first_tensor(state.get(torchbearer.X))
+    """The number of samples in the current batch."""
+    return rows(state.get(torchbearer.X))
+
+
+def rows(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor."""
+    value = first_tensor(batch)
     return int(value.shape[0]) if value is not None and value.dim() else 1
 
 
@@ -46,7 +51,7 @@ def select(value: Any, index: torch.Tensor, dimensions: Mapping[int, int]) -> An
         if len(value) in dimensions and not _holds_batches(value, dimensions):
             rows = _rows(index, dimensions[len(value)]).tolist()
             return type(value)([value[row] for row in rows])
-        return _remade(value, [select(each, index, dimensions) for each in value])
+        return remade(value, [select(each, index, dimensions) for each in value])
     return value
 
 
@@ -72,10 +77,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, dict):
         return {key: map_tensors(function, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return _remade(value, [map_tensors(function, each) for each in value])
+        return remade(value, [map_tensors(function, each) for each in value])
     return value
 
 
-def _remade(value: Any, items: list[Any]) -> Any:
+def remade(value: Any, items: list[Any]) -> Any:
     """A list or tuple of the same type with other items; a namedtuple takes them one by one."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

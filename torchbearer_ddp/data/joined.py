@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from torchbearer_ddp.data import loaders
-from torchbearer_ddp.data.batch import first_tensor
+from torchbearer_ddp.data.batch import remade, rows
 from torchbearer_ddp.data.sampling import (
     Partition,
     ShardBatches,
@@ -58,7 +58,7 @@ class JoinedBatches:
         source = iter(self.inner)
         self._parts.sizes = []
         while batches := list(itertools.islice(source, self._world_size)):
-            self._parts.sizes.append([_rows(each) for each in batches])
+            self._parts.sizes.append([rows(each) for each in batches])
             yield concatenate(batches)
 
     def __len__(self) -> int:
@@ -194,11 +194,5 @@ def concatenate(batches: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: concatenate([each[key] for each in batches]) for key in first}
     if isinstance(first, list | tuple):
-        items = [concatenate(each) for each in zip(*batches, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return remade(first, [concatenate(each) for each in zip(*batches, strict=True)])
     return first
-
-
-def _rows(batch: Any) -> int:
-    value = first_tensor(batch)
-    return int(value.shape[0]) if value is not None and value.dim() else 1

@@ -26,11 +26,6 @@ class Options:
     bucket_bytes: int | None = None
     compress: str | Compression | None = None
 
-    @property
-    def is_lossy(self) -> bool:
-        """True if other numbers travel than the gradients, and something may be carried over."""
-        return Compression.of(self.compress).describe() is not None
-
 
 @dataclass(frozen=True)
 class Trained:

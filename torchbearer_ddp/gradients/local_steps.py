@@ -16,7 +16,7 @@ from torchbearer_ddp.gradients.accumulation import Accumulation, closure_decides
 from torchbearer_ddp.gradients.averager import Averager
 from torchbearer_ddp.gradients.exchange import Options
 from torchbearer_ddp.gradients.loss_verdicts import LossVerdicts
-from torchbearer_ddp.gradients.replica_average import ReplicaAverage
+from torchbearer_ddp.gradients.replica_average import ReplicaAverage, ReplicaPlace
 from torchbearer_ddp.gradients.step_exchange import StepExchange
 from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.weights import Average
@@ -107,7 +107,7 @@ class LocalExchange(StepExchange):
 
     def local_states(self) -> dict[str, Any]:
         """Where this rank is between two averages, and what its steps have changed so far."""
-        return {"window": self.window, "replicas": self._replicas.place_in(self._state)}
+        return {"window": self.window, "replicas": ReplicaPlace(self._replicas, self._state)}
 
     def end(self) -> None:
         """Ends what a run has changed for the whole process."""

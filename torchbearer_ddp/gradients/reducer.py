@@ -57,7 +57,7 @@ class Reducer:
         header = Header.size(member.world_size, len(trained))
         self._buckets = layout.plan(dense, self._groups, options.bucket_bytes, header)
         compression = Compression.of(options.compress)
-        self._memory = compression.memory if options.is_lossy else None
+        self._memory = None if compression.describe() is None else compression.memory
         self._transport, self.choice = choose(group, options.transport, self._buckets, compression)
         self._tensors = self._transport.tensors
         placed = layout.place(self._buckets, self._tensors, dense)
@@ -92,16 +92,6 @@ class Reducer:
         if self._sends_early:
             return EarlySends(*watched, self._buckets)
         return EarlyCopies(*watched)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters whose gradients are exchanged."""
-        return len(self._parameters)
-
-    @property
-    def buckets_sent(self) -> int:
-        """The number of buckets that the running backward has sent so far."""
-        return self._hooks.sent
 
     @property
     def is_sending(self) -> bool:

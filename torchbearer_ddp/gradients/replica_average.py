@@ -94,10 +94,6 @@ class ReplicaAverage:
                 carrier.grad = None
         return summary
 
-    def place_in(self, state: Any) -> ReplicaPlace:
-        """What a checkpoint must hold of it, for a run with this state."""
-        return ReplicaPlace(self, state)
-
     def load(self, changed: Iterable[str], regular: float) -> None:
         """Takes what a run before a restart had changed, and its regular weight."""
         self._changed_before, self.regular = set(changed), regular

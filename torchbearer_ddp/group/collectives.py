@@ -1,4 +1,4 @@
-"""Exchanges with the other ranks: small values, broadcast, gather, agreement.
+"""Exchanges with the other ranks: small values, broadcast, gather, sums, errors.
 
 Every function is valid without a process group, where it does what a world of one would do, so a
 Trial with this package's callbacks runs unchanged in a plain process.
@@ -107,7 +107,7 @@ def all_gather(value: Any, name: str, head_bytes: int = streaming.HEAD_BYTES) ->
         return [value]
     encoded, error = _encoded(value)
     content = encoded.packed()
-    contents = _exchange_content(content, partial(exchanges.all_gather, group), name, head_bytes)
+    contents = _exchange_content(group, content, name, head_bytes)
     return _decoded(contents, error, name)
 
 
@@ -269,20 +269,18 @@ def _group_with_peers() -> membership.Group | None:
 
 
 def _exchange_content(
-    mine: torch.Tensor,
-    exchange: Callable[[torch.Tensor, str], list[torch.Tensor]],
-    name: str,
-    head_bytes: int,
+    group: membership.Group, mine: torch.Tensor, name: str, head_bytes: int
 ) -> list[torch.Tensor]:
     """Exchanges encoded values: their lengths with those that fit, and if one does not fit, all."""
-    heads = exchange(framing.message(mine, head_bytes), name)
+    heads = exchanges.all_gather(group, framing.message(mine, head_bytes), name)
     sizes = []
     for sender, each in enumerate(heads):
         with wire.received(sender, name):
             sizes.append(framing.length(each))
     contents = [each[framing.LENGTH_BYTES :] for each in heads]
     if max(sizes) > head_bytes - framing.LENGTH_BYTES:
-        contents = exchange(framing.with_length(mine, max(sizes)), f"{name} (continued)")
+        whole = framing.with_length(mine, max(sizes))
+        contents = exchanges.all_gather(group, whole, f"{name} (continued)")
     return [content[:size] for content, size in zip(contents, sizes, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""How bytes reach the other ranks: through the memory of a host, through gloo, or with GPUs through NCCL."""
+"""How bytes reach the other ranks: through the memory of a host, gloo, or with GPUs NCCL."""
 
 from __future__ import annotations
 

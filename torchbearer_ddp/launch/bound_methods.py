@@ -71,7 +71,7 @@ def _save(trial: torchbearer.Trial) -> dict[str, Any]:
     """The history, how a run has ended, and the state of every module and optimizer, by its key."""
     kinds = (torch.nn.Module, torch.optim.Optimizer)
     trained = {key: each for key, each in trial.state.items() if isinstance(each, kinds)}
-    states = {str(key): _on_cpu(each.state_dict()) for key, each in trained.items()}
+    states = {str(key): each.state_dict() for key, each in trained.items()}
     plain = {str(key): trial.state[key] for key in _PLAIN if key in trial.state}
     return {"plain": plain, "states": states}
 
@@ -83,12 +83,3 @@ def _load(trial: torchbearer.Trial, saved: dict[str, Any]) -> None:
     for key, each in trial.state.items():
         if str(key) in saved["states"]:
             each.load_state_dict(saved["states"][str(key)])
-
-
-def _on_cpu(value: Any) -> Any:
-    """The same nested value with all tensors on the CPU, where the launcher can load them."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return type(value)((key, _on_cpu(each)) for key, each in value.items())
-    return type(value)(map(_on_cpu, value)) if isinstance(value, list | tuple) else value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from torchbearer_ddp.checkpoints.opening import written_by_others
 from torchbearer_ddp.errors import LaunchError
 from torchbearer_ddp.slurm.job import SlurmJob
 from torchbearer_ddp.slurm.submitit_adapter import Executor, known_parameters
@@ -112,17 +112,10 @@ def _private_folder(folder: Path) -> Iterator[None]:
 
 
 def _check_private(folder: Path) -> None:
-    found = folder.stat()
-    if found.st_uid not in (os.getuid(), 0):
+    if others := written_by_others(folder):
         raise LaunchError(
-            f"The submission folder {folder} belongs to another user (uid {found.st_uid}), who "
-            "could run code in the job through the pickles in it. Use a folder of your own."
-        )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LaunchError(
-            f"The submission folder {folder} can be written by others (mode "
-            f"{stat.S_IMODE(found.st_mode):04o}), who could run code in the job through the "
-            f"pickles in it. Run chmod 700 {folder}, or name another one."
+            f"The submission folder {folder} {others}, who could run code in the job through the "
+            f"pickles in it. Run chmod 700 {folder}, or name a folder of your own."
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(13, "Permission denied", str(folder))

@@ -62,9 +62,6 @@ class SlurmTask:
         """The same task again, for submitit's own handler, until this task has set its own."""
         return DelayedSubmission(self)
 
-    #: submitit looks for the first name and calls the second.
-    __submitit_checkpoint__ = checkpoint
-
 
 def _receive_in_thread(signum: signal.Signals) -> None:
     """Receives the signal in a thread of its own, so that processes started from now on do not.

@@ -96,16 +96,12 @@ def examine(asking: Asking, report: Report, folder: Path | None) -> None:
     report.ranks, report.lost = dict(sorted(asking.here.items())), asking.lost
     _examine_links(asking, report)
     complete = report.world_size > 1 and not report.missing and not report.lost
-    if complete and all(map(_works, report.links.values())):
+    if complete and not any("error" in link for link in report.links.values()):
         task = ["group", _bytes_to_sum(report)]
         answers = asking.ask(dict.fromkeys(report.ranks, task), 2 * _GROUP_SECONDS)
         report.group = _slowest(answers)
     if folder is not None:
         _examine_folder(asking, report, folder)
-
-
-def _works(link: Link) -> bool:
-    return "error" not in link
 
 
 def _examine_links(asking: Asking, report: Report) -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchbearer
 
-from torchbearer_ddp.callbacks.callback_order import OrderedCallbackList
+from torchbearer_ddp.callbacks.callback_order import OrderedCallbackList, of_kind
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.commands.children import ended_afterwards
 from torchbearer_ddp.commands.proving.outputs import kept_apart
@@ -107,7 +106,7 @@ class _Clock:
         if next(iter(trained.parameters(state)), ("", torch.empty(0)))[1].is_cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        gradients = next((c for c in _callbacks(state) if isinstance(c, SyncGradients)), None)
+        gradients = next(iter(of_kind(state, SyncGradients)), None)
         self._count += 1
         if self._last:
             timing = gradients.timing if gradients else None
@@ -142,10 +141,6 @@ def _followed_by(original: Callable[..., None], after: Callable[[Any], None]) ->
         after(state)
 
     return call
-
-
-def _callbacks(state: Any) -> list[Any]:
-    return list(state[torchbearer.CALLBACK_LIST])
 
 
 def time_script(

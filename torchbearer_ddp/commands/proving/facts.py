@@ -17,10 +17,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.commands.proving.imitation import Imitation
 from torchbearer_ddp.commands.proving.streams import SampleStreams
-from torchbearer_ddp.data import loaders, randomness
+from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.sampling import ShardSampler
 from torchbearer_ddp.gradients.loss import classify
 from torchbearer_ddp.group import trained
@@ -47,19 +46,13 @@ def empty() -> dict[str, Any]:
         "half_precision": False,
         "batch_norms": 0,
         "loss_kind": None,
-        "loss_reason": "",
         "sampler": None,
-        "divides_itself": False,
     }
 
 
 def of_trial(facts: dict[str, Any], state: Any) -> None:
     """What can be said of a Trial before its first step."""
     loader, _ = state[torchbearer.SELF].state.get(torchbearer.TRAIN_DATA) or (None, None)
-    shard = next((c for c in state[torchbearer.CALLBACK_LIST] if isinstance(c, ShardData)), None)
-    share = loaders.share_of(loader)
-    divides = shard is None or not shard.wants(torchbearer.TRAIN_DATA)
-    facts["divides_itself"] |= divides or (share is not None and share.original is loader)
     if isinstance(loader, DataLoader):
         sampler: Any = loader.batch_sampler if loader.batch_size is None else loader.sampler
         while isinstance(sampler, ShardSampler):
@@ -73,9 +66,9 @@ def of_trial(facts: dict[str, Any], state: Any) -> None:
 
 def note_loss(facts: dict[str, Any], criterion: Any, state: Any) -> None:
     """The kind of the criterion, whatever the script says of it."""
-    verdict = classify(criterion, state)
+    kind = classify(criterion, state).kind
     if facts["loss_kind"] in (None, "mean", "unknown"):
-        facts["loss_kind"], facts["loss_reason"] = verdict.kind, verdict.reason
+        facts["loss_kind"] = kind
 
 
 def note_step(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torchbearer
 
+from torchbearer_ddp.callbacks.callback_order import of_kind
 from torchbearer_ddp.callbacks.data import DATA_KEYS, ShardData
 from torchbearer_ddp.data import loaders
 from torchbearer_ddp.data.joined import JoinedBatches, Parts, join_own, take_joined
@@ -24,8 +25,7 @@ class JoinedData:
         """Replaces the loaders of a Trial, when run, evaluate or predict begins."""
         trial_state = state[torchbearer.SELF].state
         running = state.get(torchbearer.DATA)
-        callbacks = state[torchbearer.CALLBACK_LIST]
-        shard = next((each for each in callbacks if isinstance(each, ShardData)), None)
+        shard = next(iter(of_kind(state, ShardData)), None)
         keys = dict.fromkeys([*DATA_KEYS, *([] if running is None else [running])])
         for key in keys:
             self._replace(trial_state, state, key, shard)

@@ -13,7 +13,7 @@ import torchbearer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchbearer_ddp.callbacks.autocast_region import AutocastRegion
-from torchbearer_ddp.callbacks.callback_order import OrderedCallbackList
+from torchbearer_ddp.callbacks.callback_order import OrderedCallbackList, of_kind
 from torchbearer_ddp.callbacks.data import DATA_KEYS
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.hooks import HOOKS
@@ -159,8 +159,6 @@ class Recorder:
         rows, shape = facts.checksums(state)
         self._step = {
             "trial": len(self._trials) - 1,
-            "epoch": int(state[torchbearer.EPOCH]),
-            "batch": int(state[torchbearer.BATCH]),
             "samples": batch_size(state),
             "rows": rows,
             "row_shape": shape,
@@ -254,8 +252,7 @@ class Recorder:
 
 
 def _gradients_of(state: Any) -> SyncGradients | None:
-    callbacks = state[torchbearer.CALLBACK_LIST]
-    return next((each for each in callbacks if isinstance(each, SyncGradients)), None)
+    return next(iter(of_kind(state, SyncGradients)), None)
 
 
 def _number(value: Any) -> float | None:

@@ -35,12 +35,12 @@ class SampleStreams(Dataset[Any]):
         before = _states()
         _seed(randomness.mix(self._seed, zlib.crc32(repr(index).encode())))
         looks = self._looked_at < _LOOKED_AT
-        seeded = _states() if looks else None
+        seeded = randomness.process_state() if looks else None
         try:
             return self.inner[index]
         finally:
             if seeded is not None:
-                drew = not _same(seeded, _states())
+                drew = not randomness.equal_states(seeded, randomness.process_state())
                 vars(self).update(_looked_at=self._looked_at + 1, draws=self.draws or drew)
             _restore(before)
             self.indices.append(index)
@@ -83,8 +83,3 @@ def _restore(states: tuple[Any, Any, torch.Tensor]) -> None:
     random.setstate(states[0])
     numpy.random.set_state(states[1])
     torch.set_rng_state(states[2])
-
-
-def _same(one: tuple[Any, Any, torch.Tensor], other: tuple[Any, Any, torch.Tensor]) -> bool:
-    numbers = one[1][2] == other[1][2] and bool((one[1][1] == other[1][1]).all())
-    return one[0] == other[0] and numbers and torch.equal(one[2], other[2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from torchbearer_ddp.gradients.transports.compression import HALVES, INT8
@@ -18,25 +16,6 @@ _SCALE_BYTES = 4
 _ALIGNMENT = 8
 
 
-class Codec(Protocol):
-    """Writes single precision into bytes, and reads it back."""
-
-    #: A slice is a multiple of so many numbers.
-    block: int
-
-    def size(self, numel: int) -> int:
-        """The bytes that so many numbers take."""
-        ...
-
-    def encode(self, numbers: torch.Tensor, data: torch.Tensor) -> None:
-        """Writes numbers to bytes, which have at least their size."""
-        ...
-
-    def decode(self, data: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Reads as many numbers as fit in their tensor."""
-        ...
-
-
 def codec_of(kind: str) -> Codec:
     """The codec by its name."""
     return BlockCodec() if kind == INT8 else HalfCodec(HALVES[kind])
@@ -45,6 +24,7 @@ def codec_of(kind: str) -> Codec:
 class HalfCodec:
     """Half precision: two bytes a number."""
 
+    #: A slice is a multiple of so many numbers.
     block = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -108,3 +88,7 @@ class BlockCodec:
         whole = numel // BLOCK
         parts = [((0, whole * BLOCK), scales[:whole]), ((whole * BLOCK, numel), scales[whole:])]
         return [part for part in parts if len(part[1])]
+
+
+#: Writes single precision into bytes, and reads it back.
+Codec = HalfCodec | BlockCodec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,6 +150,46 @@ class HookedSum(Sum):
         self._work = None
 
 
+class HookedBuckets:
+    """Averages the buckets of a step by a hook; their headers are summed by the backend."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        tensors: Sequence[torch.Tensor],
+        channel: Callable[[Bucket], Any],
+        hook: Hook,
+        state: Any,
+    ) -> None:
+        last = last_of_groups(buckets)
+        self.bodies = [t[: b.numel] for t, b in zip(tensors, buckets, strict=True)]
+        self._sums = {
+            index: Sum(channel(bucket), tensors[index][bucket.numel :])
+            for index, bucket in enumerate(buckets)
+            if bucket.header
+        }
+        self._shown = [
+            HookBucket(index, body, buckets[index].parameters, index in last)
+            for index, body in enumerate(self.bodies)
+        ]
+        self.calls = HookCalls(hook, state)
+
+    def start(self, index: int) -> None:
+        """Calls the hook, or notes that it is to be called."""
+        if index in self._sums:
+            self._sums[index].start()
+        if self.bodies[index].numel():
+            self._shown[index].set_buffer(self.bodies[index])
+            self.calls.add(self._shown[index])
+
+    def finish(self, index: int, wait: Wait) -> None:
+        """Waits for the hook's Future."""
+        if self.bodies[index].numel():
+            put_into(self.bodies[index], self.calls.result(index, wait))
+        if index in self._sums:
+            self._sums[index].finish(wait)
+
+
 class HookTransport:
     """Averages every bucket by a hook on all ranks; the header is summed by the backend."""
 
@@ -160,36 +200,19 @@ class HookTransport:
     def __init__(self, group: Group, buckets: Sequence[Bucket], compression: Compression) -> None:
         self._world_size = group.member.world_size
         self.tensors = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in buckets]
-        self._bodies = [t[: b.numel] for t, b in zip(self.tensors, buckets, strict=True)]
-        self._sums = {
-            index: Sum(channel_of(group, bucket), self.tensors[index][bucket.numel :])
-            for index, bucket in enumerate(buckets)
-            if bucket.header
-        }
-        last = last_of_groups(buckets)
-        self._shown = [
-            HookBucket(index, body, buckets[index].parameters, index in last)
-            for index, body in enumerate(self._bodies)
-        ]
         hook, state = hook_for(compression, group, range(self._world_size))
         compression.memory.begin(buckets, state)
-        self._calls = HookCalls(hook, state)
+        channel = partial(channel_of, group)
+        self._hooked = HookedBuckets(buckets, self.tensors, channel, hook, state)
 
     def start(self, index: int, weight: float = 1.0) -> None:
         """Calls the hook, or notes that it is to be called."""
-        scale_for_mean(self._bodies[index], weight, self._world_size)
-        if index in self._sums:
-            self._sums[index].start()
-        if self._bodies[index].numel():
-            self._shown[index].set_buffer(self._bodies[index])
-            self._calls.add(self._shown[index])
+        scale_for_mean(self._hooked.bodies[index], weight, self._world_size)
+        self._hooked.start(index)
 
     def finish(self, index: int, wait: Wait) -> None:
         """Waits for the hook's Future."""
-        if self._bodies[index].numel():
-            put_into(self._bodies[index], self._calls.result(index, wait))
-        if index in self._sums:
-            self._sums[index].finish(wait)
+        self._hooked.finish(index, wait)
 
     def commit(self) -> None:
         """Nothing: a hook has changed its state already."""

@@ -11,16 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from torchbearer_ddp.gradients.transports.compression import Compression
-from torchbearer_ddp.gradients.transports.hooked import (
-    HookBucket,
-    HookCalls,
-    hook_for,
-    last_of_groups,
-    put_into,
-)
+from torchbearer_ddp.gradients.transports.hooked import HookedBuckets, hook_for
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.shared_memory import SharedMemoryTransport
-from torchbearer_ddp.gradients.transports.sums import Sum
 from torchbearer_ddp.group.hosts import Hosts
 from torchbearer_ddp.group.membership import Group
 from torchbearer_ddp.group.waiting import Wait, complete
@@ -38,7 +31,6 @@ class LeaderTransport(SharedMemoryTransport):
         super().__init__(group, buckets, by_host)
         self._hosts = len(by_host)
         self._leads = self._ranks.me == 0
-        self._bodies = [t[: b.numel] for t, b in zip(self.tensors, buckets, strict=True)]
         self._headers = [t[b.numel :] for t, b in zip(self.tensors, buckets, strict=True)]
         #: Buckets of which this host's sum is not complete, in their order.
         self._summing: deque[int] = deque()
@@ -48,17 +40,7 @@ class LeaderTransport(SharedMemoryTransport):
         hook, state = hook_for(compression, group, leaders)
         if self._leads:
             compression.memory.begin(buckets, state)
-            self._calls = HookCalls(hook, state)
-            last = last_of_groups(buckets)
-            self._shown = [
-                HookBucket(index, body, bucket.parameters, index in last)
-                for index, (body, bucket) in enumerate(zip(self._bodies, buckets, strict=True))
-            ]
-            self._sums = {
-                index: Sum(channel, header)
-                for index, header in enumerate(self._headers)
-                if header.numel()
-            }
+            self._hooked = HookedBuckets(buckets, self.tensors, lambda _: channel, hook, state)
 
     def start(self, index: int, weight: float = 1.0) -> None:
         """Gives the bucket to the other ranks of the host."""
@@ -74,10 +56,7 @@ class LeaderTransport(SharedMemoryTransport):
         self._sum_inside(wait)
         exchange = self._exchanges[index]
         if self._leads:
-            if self._bodies[index].numel():
-                put_into(self._bodies[index], self._calls.result(index, wait))
-            if index in self._sums:
-                self._sums[index].finish(wait)
+            self._hooked.finish(index, wait)
         else:
             self._headers[index].zero_()
         exchange.begin(1.0 if self._leads else 0.0)
@@ -90,13 +69,6 @@ class LeaderTransport(SharedMemoryTransport):
                 return
             index = self._summing.popleft()
             if self._leads:
-                self._pass_on(index)
+                self._hooked.start(index)
         if self._leads:
-            self._calls.advance()
-
-    def _pass_on(self, index: int) -> None:
-        if index in self._sums:
-            self._sums[index].start()
-        if self._bodies[index].numel():
-            self._shown[index].set_buffer(self._bodies[index])
-            self._calls.add(self._shown[index])
+            self._hooked.calls.advance()
