@@ -174,6 +174,21 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
+def slurm_step(rank: int, job: str) -> dict[str, str]:
+    """The environment of one of two tasks that srun has started on this host."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_NODELIST": "localhost",
+    }
+
+
 def free_port(address: str = "127.0.0.1") -> int:
     """A port that was free a moment ago, below the range that systems hand out by themselves."""
     for _ in range(1000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -337,3 +338,15 @@ def test_importing_the_package_loads_neither_submitit_nor_tensorboardx() -> None
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == ""
+
+
+def test_no_test_module_is_imported() -> None:
+    imported = re.compile(
+        r"^(from|import) tests\.(\w+\.)*test_|^from tests\S* import test_", re.MULTILINE
+    )
+    folder = Path(__file__).parent
+    assert [
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*.py"))
+        if imported.search(path.read_text())
+    ] == []

@@ -12,7 +12,6 @@ from torchbearer import Metric, Trial, metrics
 from torchbearer.callbacks import Callback, PyCM
 from torchbearer.metrics import EpochLambda, MetricList, to_dict
 
-from tests.ranks import RankPool
 from torchbearer_ddp.callbacks.data import ShardData
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.metrics import SyncMetrics
@@ -21,12 +20,6 @@ from torchbearer_ddp.errors import DesyncError, DistributedError
 from torchbearer_ddp.group import collectives
 
 CONFUSION = torchbearer.state_key("confusion")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def data(count=13, classes=3):
@@ -58,10 +51,10 @@ def without_previews(found):
     return {k: v for k, v in found.items() if "running" not in k and "steps" not in k}
 
 
-def compare(pool, body, *args):
+def compare(two_ranks, body, *args):
     """Each rank reports what one process does."""
     expected = body(*args)
-    for found in pool.run(body, args):
+    for found in two_ranks.run(body, args):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-10, nan_ok=True), name
@@ -95,7 +88,7 @@ class Keeps(Callback):
         self.on_end_training(state)
 
 
-def test_a_confusion_matrix_is_that_of_all_of_the_data(pool):
+def test_a_confusion_matrix_is_that_of_all_of_the_data(two_ranks):
     def body():
         use_pycm()
         matrices, keeps = PyCM().on_train().on_val().to_state(CONFUSION), Keeps()
@@ -103,12 +96,12 @@ def test_a_confusion_matrix_is_that_of_all_of_the_data(pool):
         values = {**one_epoch(trial), **keeps.kept}
         return {**values, "again": list(trial.evaluate().values())}
 
-    expected = compare(pool, body)
+    expected = compare(two_ranks, body)
     assert sum(expected["train_data"]) == 16
     assert sum(expected["validation_data"]) == 13
 
 
-def test_a_callback_that_adds_metrics_on_rank_zero_alone_is_refused(pool):
+def test_a_callback_that_adds_metrics_on_rank_zero_alone_is_refused(two_ranks):
     def body():
         use_pycm()
         trial = make_trial(["loss"], RankZeroOnly(PyCM().on_val()))
@@ -118,10 +111,10 @@ def test_a_callback_that_adds_metrics_on_rank_zero_alone_is_refused(pool):
             one_epoch(trial)
         assert "without RankZeroOnly" in str(caught.value)
 
-    pool.run(body)
+    two_ranks.run(body)
 
 
-def test_a_metric_of_one_rank_is_named_where_the_others_have_none(pool):
+def test_a_metric_of_one_rank_is_named_where_the_others_have_none(two_ranks):
     def body():
         trial = make_trial(["loss"] if collectives.rank() == 1 else [])
         trial.with_val_generator(DataLoader(data(), batch_size=4))
@@ -131,7 +124,7 @@ def test_a_metric_of_one_rank_is_named_where_the_others_have_none(pool):
         trial.with_val_generator(DataLoader(data(), batch_size=4))
         assert trial.evaluate()["val_loss"] > 0
 
-    pool.run(body)
+    two_ranks.run(body)
 
 
 @to_dict
@@ -174,13 +167,13 @@ class Adds(Callback):
 
 
 @pytest.mark.parametrize("how", ["appends", "replaces"])
-def test_metrics_that_are_added_in_mid_pass(pool, how):
+def test_metrics_that_are_added_in_mid_pass(two_ranks, how):
     def body():
         trial = make_trial(["acc", "loss", Rows()], Adds(how))
         trial.with_train_generator(DataLoader(data(10), batch_size=4))  # the last of 3 is smaller
         return without_previews(trial.run(1)[0])
 
-    assert "added" in compare(pool, body)
+    assert "added" in compare(two_ranks, body)
 
 
 @to_dict
@@ -229,8 +222,8 @@ class Ordered(Metric):
         return [float(values), len(self.items), sum(self.sizes)]
 
 
-def test_metrics_that_declare_how_they_are_pooled(pool):
-    expected = compare(pool, lambda: one_epoch(make_trial([F1(), Ordered(), "loss"]), 14))
+def test_metrics_that_declare_how_they_are_pooled(two_ranks):
+    expected = compare(two_ranks, lambda: one_epoch(make_trial([F1(), Ordered(), "loss"]), 14))
     assert 0 < expected["val_f1"] < 1
     assert expected["val_ordered"][1] == 13
 
@@ -243,7 +236,7 @@ def test_metrics_that_declare_how_they_are_pooled(pool):
         ({"missing": "sum"}, "has no attribute missing. Set it in reset"),
     ],
 )
-def test_a_declaration_that_is_wrong_is_named_on_every_rank(pool, pooling, message):
+def test_a_declaration_that_is_wrong_is_named_on_every_rank(two_ranks, pooling, message):
     def body():
         metric = F1()
         if collectives.rank() == 1:
@@ -255,7 +248,7 @@ def test_a_declaration_that_is_wrong_is_named_on_every_rank(pool, pooling, messa
         metric.metric.pooling = F1("").metric.pooling
         assert trial.evaluate()["val_f1"] > 0  # the ranks are still in step
 
-    pool.run(body)
+    two_ranks.run(body)
 
 
 def breaks(*_):
@@ -276,7 +269,7 @@ class Breaks(Metric):
 @pytest.mark.parametrize(
     "make", [Breaks, lambda: to_dict(EpochLambda)("rows", breaks)], ids=["averaged", "gathered"]
 )
-def test_a_final_value_that_raises_on_one_rank_raises_on_all(pool, make):
+def test_a_final_value_that_raises_on_one_rank_raises_on_all(two_ranks, make):
     def body():
         trial = make_trial([make(), "loss"])
         trial.with_val_generator(DataLoader(data(), batch_size=4))
@@ -284,7 +277,7 @@ def test_a_final_value_that_raises_on_one_rank_raises_on_all(pool, make):
             trial.evaluate()
         return collectives.all_gather(collectives.rank(), "still in step")
 
-    assert pool.run(body) == [[0, 1]] * 2
+    assert two_ranks.run(body) == [[0, 1]] * 2
 
 
 def sum_of_state(state):
@@ -322,15 +315,15 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("count", [16, 14], ids=["equal batches", "a short last batch"])
-def test_the_loss_is_that_of_one_process(pool, name, count):
+def test_the_loss_is_that_of_one_process(two_ranks, name, count):
     def body():
         criterion, callbacks = LOSSES[name]
         return one_epoch(make_trial(["loss"], *callbacks, criterion=criterion), count)
 
-    assert compare(pool, body)["loss"] > 0
+    assert compare(two_ranks, body)["loss"] > 0
 
 
-def test_a_part_without_a_target_that_counts_does_not_make_the_loss_nan(pool):
+def test_a_part_without_a_target_that_counts_does_not_make_the_loss_nan(two_ranks):
     def body():
         dataset = data(8)
         dataset.tensors[1][1::2] = 1  # all that rank 1 has
@@ -339,15 +332,15 @@ def test_a_part_without_a_target_that_counts_does_not_make_the_loss_nan(pool):
         trial = make_trial(["loss"], SyncGradients(), criterion=criterion)
         return one_epoch(trial, train=DataLoader(dataset, batch_size=4))
 
-    assert compare(pool, body)["loss"] > 0
+    assert compare(two_ranks, body)["loss"] > 0
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_of_a_batch_sampler_are_in_order(pool, size):
+def test_rows_of_a_batch_sampler_are_in_order(two_ranks, size):
     def body():
         batches = BatchSampler(SequentialSampler(range(13)), size, drop_last=False)
         trial = make_trial([Rows(), Ordered(), "loss"])
         trial.with_val_generator(DataLoader(data(13), batch_sampler=batches))
         return trial.evaluate()
 
-    compare(pool, body)
+    compare(two_ranks, body)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import warnings
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,76 +18,21 @@ from torchbearer.callbacks import (
 )
 
 from tests import proc
-from tests.gradients.transport_cases import option
+from tests.callbacks.averaging import (
+    Branches,
+    Chosen,
+    assert_replicas_equal,
+    flat,
+    on_every_transport,
+    on_two_ranks,
+    sync,
+    train,
+)
 from tests.ranks import ranks
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.callbacks.model import SyncModel
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import collectives, membership, stop_request
-
-
-def on_every_transport(body, timeout=60.0):
-    """Runs a test on the ranks of each transport; its callbacks use that one and no other.
-
-    A bucket holds but a few numbers: what is done from hooks, during backward, needs several.
-    """
-
-    def on_a_rank(transport):
-        Chosen.options = {"transport": option(transport), "bucket_mb": 1e-4}
-        body()
-
-    def test(transport_ranks):
-        transport, pool = transport_ranks
-        pool.run(on_a_rank, (transport,), timeout=timeout)
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
-
-
-def on_two_ranks(body):
-    """Runs a test on two ranks of one host, with the defaults."""
-
-    def test(two_ranks):
-        two_ranks.run(body)
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
-
-
-class Chosen:
-    """The options of this rank's callbacks, unless a test gives others."""
-
-    options: ClassVar[dict[str, Any]] = {}
-
-
-def sync(**options):
-    return [SyncModel(), SyncGradients(**{**Chosen.options, **options})]
-
-
-def train(model, callbacks, *, steps=3, optimizer=None, data=None, closure=None, epochs=1):
-    """Trains on this rank's own data; returns the trial."""
-    rank = collectives.rank()
-    generator = torch.Generator().manual_seed(100 + rank)
-    x, y = data or (
-        torch.randn(steps * 4, 6, generator=generator),
-        torch.randn(steps * 4, 2, generator=generator),
-    )
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    trial = Trial(model, optimizer, nn.functional.mse_loss, ["loss"], callbacks, verbose=0)
-    if closure:
-        trial.with_closure(closure)
-    trial.with_train_generator(loader).run(epochs)
-    return trial
-
-
-def flat(model):
-    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
-
-
-def assert_replicas_equal(model):
-    everyone = collectives.all_gather(flat(model), "parameters to compare")
-    assert all(torch.equal(each, everyone[0]) for each in everyone)
 
 
 class Spy(Callback):
@@ -138,32 +82,6 @@ def test_replicas_stay_equal_whatever_each_rank_sees():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 2))
     train(model, sync(), steps=5, epochs=2)
     assert_replicas_equal(model)
-
-
-class Branches(nn.Module):
-    """Layers that are used by all, some or no ranks, frozen, shared, empty, scalar, mixed dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Linear(6, 6)
-        self.again = self.shared
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.some = nn.Linear(6, 6)
-        self.never = nn.Linear(6, 6)
-        self.scalar = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.fine = nn.Parameter(torch.ones(2, dtype=torch.float64))
-        self.coarse = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        self.conv = nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last)
-        self.out = nn.Linear(6, 2)
-
-    def forward(self, x):
-        x = self.again(self.shared(x)) + self.frozen(x)
-        if collectives.rank() == 1:
-            x = self.some(x)
-        picture = self.conv(x.view(-1, 2, 1, 3).to(memory_format=torch.channels_last))
-        x = self.out(x) * self.scalar + picture.mean() + self.empty.sum()
-        return x * self.fine.float() * self.coarse.float()
 
 
 @on_every_transport

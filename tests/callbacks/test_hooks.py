@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 
-from tests.callbacks.test_gradients import on_two_ranks
+from tests.callbacks.averaging import on_two_ranks
 from tests.ranks import ranks
 from torchbearer_ddp import SyncGradients, SyncModel
 from torchbearer_ddp.errors import DistributedError

@@ -9,18 +9,20 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchbearer import Trial
 from torchbearer.callbacks import Callback, on_step_training
 
-from tests.callbacks.test_gradients import assert_replicas_equal, on_two_ranks, sync
-from tests.callbacks.test_trained import (
+from tests.callbacks.averaging import (
     UNEVEN,
     Probe,
     assert_close,
+    assert_replicas_equal,
     batches,
     joined,
     mine,
     net,
+    on_two_ranks,
     run,
     sgd,
     summed,
+    sync,
 )
 from torchbearer_ddp import data_parallel
 from torchbearer_ddp.callbacks.metrics import SyncMetrics

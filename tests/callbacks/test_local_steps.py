@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchbearer import Trial
 from torchbearer.callbacks import Callback
 
+from tests.callbacks.averaging import on_two_ranks
 from tests.callbacks.killed import KillAt, Killed
-from tests.callbacks.test_gradients import on_two_ranks
 from torchbearer_ddp import (
     Checkpoint,
     MixedPrecision,

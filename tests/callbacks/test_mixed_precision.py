@@ -63,12 +63,6 @@ def some_ranks(request):
         yield request.param, pool
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    with RankPool(2) as pool:
-        yield pool
-
-
 def train_all(transport):
     """Every case with small buckets, so that several travel."""
     options = {"transport": transport, "bucket_mb": 1e-4}

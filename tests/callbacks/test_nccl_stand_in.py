@@ -5,9 +5,8 @@ import torch
 import torchbearer
 from torch import nn
 
-from tests.callbacks.test_gradients import Branches, flat, sync, train
-from tests.callbacks.test_trained import adversaries, mine
-from tests.callbacks.test_trained import run as run_trial
+from tests.callbacks.averaging import Branches, adversaries, flat, mine, sync, train
+from tests.callbacks.averaging import run as run_trial
 from tests.gradients.transport_cases import option, pool_for
 from tests.stand_ins import nccl
 from torchbearer_ddp.group import collectives

@@ -8,23 +8,21 @@ from torch.nn import functional
 from torchbearer import Trial
 from torchbearer.callbacks import Callback, on_backward, on_start_epoch, on_step_training
 
-from tests.callbacks.test_gradients import (
-    assert_replicas_equal,
-    on_every_transport,
-    on_two_ranks,
-    sync,
-)
-from tests.callbacks.test_trained import (
+from tests.callbacks.averaging import (
     UNEVEN,
     Probe,
     add_two_batches,
     assert_close,
+    assert_replicas_equal,
     joined,
     mine,
     net,
+    on_every_transport,
+    on_two_ranks,
     run,
     sgd,
     summed,
+    sync,
 )
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import collectives

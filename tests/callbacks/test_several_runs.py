@@ -12,13 +12,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torchbearer import CALLBACK_LIST, OPTIMIZER, Trial
 from torchbearer.callbacks import on_criterion
 
-from tests.callbacks.test_gradients import (
+from tests.callbacks.averaging import (
+    assert_close,
     assert_replicas_equal,
+    joined,
+    mine,
+    net,
     on_every_transport,
     on_two_ranks,
+    sgd,
     sync,
 )
-from tests.callbacks.test_trained import assert_close, joined, mine, net, sgd
 from torchbearer_ddp.callbacks.gradients import SyncGradients
 from torchbearer_ddp.gradients.reducer import Reducer
 from torchbearer_ddp.gradients.spare import _Last

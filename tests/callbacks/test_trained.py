@@ -11,15 +11,27 @@ import torch
 import torchbearer
 from torch import nn
 from torchbearer import Trial
-from torchbearer.bases import base_closure
-from torchbearer.callbacks import Callback, on_step_training
+from torchbearer.callbacks import on_step_training
 
 from tests import proc
-from tests.callbacks.test_gradients import (
+from tests.callbacks.averaging import (
+    SIZE,
+    STEPS,
+    UNEVEN,
     Chosen,
+    Probe,
+    add_two_batches,
+    adversaries,
+    assert_close,
     assert_replicas_equal,
+    batches,
+    joined,
+    mine,
+    net,
     on_every_transport,
     on_two_ranks,
+    run,
+    summed,
     sync,
 )
 from torchbearer_ddp.callbacks.gradients import SyncGradients
@@ -27,97 +39,7 @@ from torchbearer_ddp.callbacks.rank_zero import RankZeroOnly
 from torchbearer_ddp.errors import DesyncError
 from torchbearer_ddp.group import collectives
 
-STEPS, SIZE = 4, 3
 TOGGLES = int(os.environ.get("TORCHBEARER_DDP_TOGGLES", "400"))
-
-
-def batches(rank, sizes=None):
-    """The batches of a rank: by default as many samples in each."""
-    generator = torch.Generator().manual_seed(7 + rank)
-    return [
-        (torch.randn(n, 6, generator=generator), torch.randn(n, 2, generator=generator))
-        for n in sizes or [SIZE] * STEPS
-    ]
-
-
-def joined(sizes=None):
-    """The batches of one process: at each step those of all ranks together."""
-    world = collectives.world_size()
-    per_rank = [batches(rank, sizes[rank] if sizes else None) for rank in range(world)]
-    return [tuple(map(torch.cat, zip(*step, strict=True))) for step in zip(*per_rank, strict=True)]
-
-
-def net(seed=0, widths=(6, 5, 2)):
-    torch.manual_seed(seed)
-    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
-    return nn.Sequential(*(each for layer in layers for each in (layer, nn.Tanh())))[:-1]
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-
-
-def run(model, callbacks, data, *, optimizer=None, criterion=nn.functional.mse_loss, **more):
-    """Trains a Trial on batches; the callbacks are those of one process or of N ranks."""
-    trial = Trial(model, optimizer or sgd(model), criterion, callbacks=callbacks, verbose=0)
-    for key, value in more.get("state", {}).items():
-        trial.state[key] = value
-    if "closure" in more:
-        trial.with_closure(more["closure"])
-    trial.with_train_generator(data).run(more.get("epochs", 1))
-    return trial
-
-
-def mine(sizes=None):
-    return batches(collectives.rank(), sizes[collectives.rank()] if sizes else None)
-
-
-def assert_close(ours, one, tolerance=1e-5):
-    for (name, a), b in zip(ours.named_parameters(), one.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance / 10), name
-    assert_replicas_equal(ours)
-
-
-DISC, DISC_OPT, DISC_LOSS, DISC_PRED = map(
-    torchbearer.state_key, ("judge", "judge_optimizer", "judge_loss", "judge_prediction")
-)
-
-
-def adversaries(freeze=False):
-    """A generator and a discriminator, and the closure of one step of each."""
-    generator, discriminator = net(1), net(2, (2, 4, 1))
-
-    def fake_loss(state):
-        made = state[torchbearer.Y_PRED]
-        return nn.functional.softplus(-state[DISC](made)).mean()
-
-    def real_or_fake(state):
-        with torch.no_grad():
-            made = state[torchbearer.MODEL](state[torchbearer.X])
-        real = nn.functional.softplus(-state[DISC](state[torchbearer.Y_TRUE])).mean()
-        return real + nn.functional.softplus(state[DISC](made)).mean()
-
-    key = torchbearer.state_key("judge_criterion")
-    one = base_closure(
-        torchbearer.Y_TRUE, DISC, DISC_PRED, torchbearer.Y_TRUE, key, DISC_LOSS, DISC_OPT
-    )
-    other = base_closure(
-        *(torchbearer.X, torchbearer.MODEL, torchbearer.Y_PRED, torchbearer.Y_TRUE),
-        *(torchbearer.CRITERION, torchbearer.LOSS, torchbearer.OPTIMIZER),
-    )
-
-    def closure(state):
-        one(state)
-        state[DISC_OPT].step()
-        if freeze:
-            discriminator.requires_grad_(False)
-        other(state)
-        if freeze:
-            discriminator.requires_grad_(True)
-
-    state = {DISC: discriminator, DISC_OPT: torch.optim.Adam(discriminator.parameters(), 0.01)}
-    state[key] = real_or_fake
-    return generator, discriminator, fake_loss, {"closure": closure, "state": state}
 
 
 @pytest.mark.parametrize("freeze", [False, True])
@@ -132,28 +54,6 @@ def test_two_optimizers_with_a_closure_each(freeze, transport_ranks):
         assert_close(d, one_d)
 
     body(transport_ranks)
-
-
-class Probe(Callback):
-    """Trains a layer of its own on what the model gives, with an optimizer of its own."""
-
-    def __init__(self, keep=True):
-        self._layer = [net(3, (2, 1))]
-        optimizer = torch.optim.Adam(self._layer[0].parameters(), 0.05)
-        self.optimizers = {"probe": optimizer} if keep else {}
-        self.step = optimizer.step if keep else lambda: optimizer.step()
-        self.zero = lambda: optimizer.zero_grad()
-        if not keep:
-            layer = self._layer.pop()
-            self.layer = lambda: layer
-        else:
-            self.layer = lambda: self._layer[0]
-
-    def on_step_training(self, state):
-        predicted = self.layer()(state[torchbearer.Y_PRED].detach())
-        self.zero()
-        nn.functional.mse_loss(predicted, state[torchbearer.Y_TRUE][:, :1]).backward()
-        self.step()
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -193,26 +93,12 @@ def test_what_rank_zero_or_skip_leaves_alone():
     assert not torch.equal(everyone[0], everyone[1])
 
 
-def summed(predicted, target):
-    return ((predicted - target) ** 2).sum() / 4
-
-
 @on_every_transport
 def test_a_loss_that_sums():
     model, one = net(), net()
     run(model, sync(), mine(), criterion=summed, epochs=2)
     run(one, [], joined(), criterion=summed, epochs=2)
     assert_close(model, one)
-
-
-def add_two_batches(state):
-    """A closure that clears the gradients at every second batch only."""
-    if state[torchbearer.BATCH] % 2 == 0:
-        state[torchbearer.OPTIMIZER].zero_grad()
-    predicted = state[torchbearer.MODEL](state[torchbearer.X])
-    state[torchbearer.LOSS] = summed(predicted, state[torchbearer.Y_TRUE])
-    state[torchbearer.LOSS].backward()
-    state[torchbearer.CALLBACK_LIST].on_backward(state)
 
 
 @on_two_ranks
@@ -241,9 +127,6 @@ def test_sums_left_by_the_run_before_are_refused_too(loss, two_ranks):
             run(model, sync(loss=loss), mine()[:1], criterion=summed, closure=closure)
 
     two_ranks.run(body)
-
-
-UNEVEN = [[5, 3, 4, 1], [3, 3, 1, 4], [1, 6, 2, 2], [3, 1, 2, 5]]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tests.launch.test_launchers import slurm_step
-from tests.processes import Program, free_port
+from tests.processes import Program, free_port, slurm_step
 
 pytestmark = pytest.mark.concurrent
 

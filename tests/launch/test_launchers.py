@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.hosts import hosts
-from tests.processes import SCRIPTS, Program, free_port
+from tests.processes import SCRIPTS, Program, free_port, slurm_step
 
 pytestmark = pytest.mark.concurrent
 
@@ -71,20 +71,6 @@ def test_torchrun():
     with Program(sys.executable, *command, *endpoint, raw=True) as program:
         assert results(program) == [[0, 2, 0, 21.0], [1, 2, 1, 21.0]]
         assert "2 ranks on this host (from torchrun's environment)" in program.text()
-
-
-def slurm_step(rank, job):
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_JOB_NODELIST": "localhost",
-    }
 
 
 def test_slurm_step():
