@@ -46,6 +46,13 @@ IN_FUNCTIONS = (
 #: Where torch.distributed may be used.
 TALKERS = ("group/", "gradients/transports/")
 MOST_LINES_OF_A_FILE = 350
+MAKE_TENSORS = {
+    f"torch.{name}"
+    for name in (
+        *("tensor", "empty", "zeros", "ones", "full", "empty_strided", "scalar_tensor", "eye"),
+        *("arange", "linspace", "rand", "randn", "randint", "randperm"),
+    )
+}
 MOST_LINES_OF_A_FUNCTION = 60
 
 
@@ -219,6 +226,17 @@ def long_functions(package: Path) -> Iterator[str]:
                     )
 
 
+def tensors_of_any_device(package: Path) -> Iterator[str]:
+    """A script may set another default device, on which our numbers for the host have no place."""
+    for source in sources(package):
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Call) or {k.arg for k in node.keywords} & {"device", None}:
+                continue
+            called = ast.unparse(node.func)
+            if called in MAKE_TENSORS:
+                yield f"{source.path}:{node.lineno}: {called} without device="
+
+
 Rule = Callable[[Path], Iterator[str]]
 RULES: list[Rule] = [
     upward_imports,
@@ -227,6 +245,7 @@ RULES: list[Rule] = [
     talks_to_other_ranks,
     long_files,
     long_functions,
+    tensors_of_any_device,
 ]
 
 
@@ -311,6 +330,11 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         long_functions,
         {"data/a.py": "\ndef f():\n" + "    pass\n" * 60},
         "data/a.py:2: f has 61 lines, more than 60",
+    ),
+    (
+        tensors_of_any_device,
+        {"data/a.py": "import torch\ntorch.empty(1, device='cpu')\ntorch.arange(3)\n"},
+        "data/a.py:3: torch.arange without device=",
     ),
 ]
 

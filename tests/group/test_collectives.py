@@ -302,3 +302,20 @@ def test_ranks_that_all_wait_are_all_named():
     expected = r"^Every rank still waits after 4 s: rank 0 .* rank 0 wants, rank 1 .* rank 1 want"
     with pytest.raises(PeerLost, match=expected):
         complete(threading.Event().wait, wait)
+
+
+@ranks(2)
+def test_exchanges_do_not_depend_on_the_default_device():
+    mine, text = collectives.rank(), "x" * 20_000  # more than goes through memory
+    tensor, total = torch.full((5,), float(mine + 1)), torch.ones(3)
+    with torch.device("meta"):
+        assert collectives.all_gather(mine, "ranks") == [0, 1]
+        assert collectives.all_gather((mine, text), "texts") == [(0, text), (1, text)]
+        assert collectives.broadcast([mine, text], "a text") == [0, text]
+        assert collectives.gather_to(mine, "to one") == ([] if mine else [0, 1])
+        assert collectives.scatter([10, 11] if mine == 0 else [], "parts") == 10 + mine
+        assert collectives.any_rank(mine == 1, "a flag")
+        collectives.broadcast_tensors([tensor], "a tensor")
+        collectives.all_reduce([total], "a sum")
+    assert tensor.tolist() == [1.0] * 5
+    assert total.tolist() == [2.0] * 3

@@ -203,7 +203,7 @@ def _plan(state: Any, found: trained.Found, tensors: replicas.Named) -> dict[str
 
 def _checksums(optimizer: Any) -> torch.Tensor:
     """One tensor for the whole of an optimizer's state: ranks may hold different keys."""
-    parts = [torch.tensor(len(optimizer.state), dtype=torch.int64)]
+    parts = [torch.tensor(len(optimizer.state), dtype=torch.int64, device="cpu")]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             held = optimizer.state.get(parameter, {})

@@ -50,9 +50,11 @@ class WorkerStates:
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         #: Enough for what a worker has made ahead, the last batch given and the next being written.
         self._slots = loader.prefetch_factor + 2
-        self._ring = torch.zeros(self._count, self._slots, _LENGTH + _BYTES, dtype=torch.uint8)
-        self._remembers = torch.zeros(1, dtype=torch.uint8)
-        self._is_started = torch.zeros(self._count, dtype=torch.uint8)
+        self._ring = torch.zeros(
+            self._count, self._slots, _LENGTH + _BYTES, dtype=torch.uint8, device="cpu"
+        )
+        self._remembers = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._is_started = torch.zeros(self._count, dtype=torch.uint8, device="cpu")
         for shared in (self._ring, self._remembers, self._is_started):
             shared.share_memory_()  # type: ignore[no-untyped-call]
         for worker, each in enumerate(restored):

@@ -57,7 +57,7 @@ def select(value: Any, index: torch.Tensor, dimensions: Mapping[int, int]) -> An
 
 def _rows(index: torch.Tensor, rows_each: int) -> torch.Tensor:
     """The rows of some samples that have so many rows each."""
-    return (index[:, None] * rows_each + torch.arange(rows_each)).flatten()
+    return (index[:, None] * rows_each + torch.arange(rows_each, device="cpu")).flatten()
 
 
 def _holds_batches(value: Any, dimensions: Mapping[int, int]) -> bool:

@@ -41,9 +41,14 @@ class Parts:
         """The rows of each rank in the batch that was loaded last, which has so many rows."""
         sizes = self.sizes.pop(0) if self.sizes else []
         if sum(sizes) != count:  # they take turns; or a collate function has changed the batch
-            return [torch.arange(rank, count, self._world_size) for rank in range(self._world_size)]
+            return [
+                torch.arange(rank, count, self._world_size, device="cpu")
+                for rank in range(self._world_size)
+            ]
         starts = itertools.accumulate(sizes, initial=0)
-        return [torch.arange(s, s + size) for s, size in zip(starts, sizes, strict=False)]
+        return [
+            torch.arange(s, s + size, device="cpu") for s, size in zip(starts, sizes, strict=False)
+        ]
 
 
 class JoinedBatches:

@@ -85,7 +85,7 @@ class Partition:
 
 def positions(count: int, rank: int, world_size: int, block: int = 1) -> torch.Tensor:
     """The positions, before a partition, of the first ``count`` items of a rank."""
-    index = torch.arange(count)
+    index = torch.arange(count, device="cpu")
     return (index // block * world_size + rank) * block + index % block
 
 

@@ -21,7 +21,7 @@ class HostCopy:
 
     def __init__(self, place: torch.Tensor) -> None:
         self._place = place
-        self._memory = torch.zeros(place.shape, dtype=place.dtype, pin_memory=True)
+        self._memory = torch.zeros(place.shape, dtype=place.dtype, pin_memory=True, device="cpu")
         self._event: Any = torch.Event(place.device)
         #: The numbers on the host.
         self.values = self._memory.numpy()

@@ -159,7 +159,7 @@ def _decide(evaluate: _Evaluator, criterion: Any, state: Any, count: int) -> Ver
     if target is not None and len(target) not in dimensions:
         target = None
     fitting = {"sum", "mean"} if target is None else {"sum", "mean", "weighted"}
-    evaluate.check_repeatable(torch.arange(min(count, _FEW_SAMPLES)))
+    evaluate.check_repeatable(torch.arange(min(count, _FEW_SAMPLES), device="cpu"))
     for whole, first, second in _cuts(count):
         values = [evaluate(each) for each in (whole, first, second)]
         divisors = {
@@ -190,10 +190,10 @@ def _decide(evaluate: _Evaluator, criterion: Any, state: Any, count: int) -> Ver
 
 def _cuts(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Samples and two parts of them: twice, because one cut may fit a kind by chance."""
-    few = torch.arange(min(count, _FEW_SAMPLES))
+    few = torch.arange(min(count, _FEW_SAMPLES), device="cpu")
     chosen = few % 3 == 1
     yield few, few[chosen], few[~chosen]
-    many = torch.arange(min(count, _MOST_SAMPLES))
+    many = torch.arange(min(count, _MOST_SAMPLES), device="cpu")
     third = max(1, len(many) // 3)
     yield many, many[:third], many[third:]
 
@@ -260,7 +260,7 @@ class _Evaluator:
         if not torch.is_tensor(loss) or loss.numel() != 1:
             return
         self._dtype = None
-        value = self(torch.arange(count))
+        value = self(torch.arange(count, device="cpu"))
         self._widen_tolerance(loss)
         if not _fits([float(loss), value, 0.0], (1.0, 1.0, 1.0), self.tolerance):
             raise _Undecided(

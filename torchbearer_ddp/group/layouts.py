@@ -239,8 +239,10 @@ def _refusal(
     """
     try:
         for gradient in (1000.0, -1000.0):
-            like = [parameter for parameter, _ in tried] or [torch.empty(1, 1)]
-            copies = [torch.ones(p.shape, dtype=p.dtype, requires_grad=True) for p in like]
+            like = [parameter for parameter, _ in tried] or [torch.empty(1, 1, device="cpu")]
+            copies = [
+                torch.ones(p.shape, dtype=p.dtype, requires_grad=True, device="cpu") for p in like
+            ]
             made = kind(copies, **settings)
             states = {n: copy.deepcopy(state) for n, (_, state) in enumerate(tried) if state}
             made.load_state_dict({**made.state_dict(), "state": states})

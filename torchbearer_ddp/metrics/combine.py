@@ -123,4 +123,4 @@ def _rows(
         return joined(parts, places_of_batches(counts, sizes, dealt=dealt))
     # A metric that has dropped some of its rows: they are left in the order of the ranks.
     lengths = [0 if part is None else len(part) for part in parts]
-    return joined(parts, list(torch.split(torch.arange(sum(lengths)), lengths)))
+    return joined(parts, list(torch.split(torch.arange(sum(lengths), device="cpu"), lengths)))

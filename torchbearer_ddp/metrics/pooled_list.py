@@ -228,8 +228,8 @@ class PooledMetricList(metrics.MetricList):  # type: ignore[misc]
         return {
             "titles": found.titles(),
             "reports": reports and bool(self._sizes),
-            "sizes": to_runs(torch.tensor(self._sizes, dtype=torch.int64)),
-            "weights": to_runs(torch.tensor(self._weights, dtype=torch.float64)),
+            "sizes": to_runs(torch.tensor(self._sizes, dtype=torch.int64, device="cpu")),
+            "weights": to_runs(torch.tensor(self._weights, dtype=torch.float64, device="cpu")),
             "loss is a sum": self.loss_rule.is_sum(state),
             "sums": [added(each.entry(), by_step=order.by_step) for each in self._ledgers],
             "lengths": self._lengths,

@@ -136,8 +136,8 @@ def pool(
 def in_turn(columns: Sequence[torch.Tensor]) -> torch.Tensor:
     """The rows of all ranks: the first of each, the second of each, and so on."""
     padded = torch.nn.utils.rnn.pad_sequence(list(columns))
-    lengths = torch.tensor([len(column) for column in columns])
-    return padded[torch.arange(len(padded))[:, None] < lengths]
+    lengths = torch.tensor([len(column) for column in columns], device="cpu")
+    return padded[torch.arange(len(padded), device="cpu")[:, None] < lengths]
 
 
 def to_runs(values: torch.Tensor) -> list[torch.Tensor]:
@@ -191,8 +191,8 @@ def _step_values(
     """The value of each step's whole batch, from its parts."""
     steps = max(len(entry["_sum"]) for entry, _ in filled)
     shape = filled[0][0]["_sum"].shape[1:]
-    total = torch.zeros(steps, *shape, dtype=torch.float64)
-    weight = torch.zeros(steps, *(1 for _ in shape), dtype=torch.float64)
+    total = torch.zeros(steps, *shape, dtype=torch.float64, device="cpu")
+    weight = torch.zeros(steps, *(1 for _ in shape), dtype=torch.float64, device="cpu")
     for entry, sizes in filled:
         # A metric that was added in mid-pass has not seen the first batches.
         part = sizes[len(sizes) - len(entry["_sum"]) :]
@@ -236,10 +236,10 @@ def places_of_batches(
     widest = max((count for rank in counts for count in rank), default=0) + 1
     places = []
     for rank, (mine, samples) in enumerate(zip(counts, sizes, strict=True)):
-        rows = torch.tensor(mine, dtype=torch.int64)
+        rows = torch.tensor(mine, dtype=torch.int64, device="cpu")
         per_sample = rows // samples[len(samples) - len(rows) :].clamp(min=1).long()
-        batch = torch.repeat_interleave(torch.arange(len(rows)), rows)
-        row = torch.arange(len(batch)) - (rows.cumsum(0) - rows)[batch]
+        batch = torch.repeat_interleave(torch.arange(len(rows), device="cpu"), rows)
+        row = torch.arange(len(batch), device="cpu") - (rows.cumsum(0) - rows)[batch]
         sample = row // per_sample.clamp(min=1)[batch] if dealt else torch.zeros_like(row)
         places.append(((batch * widest + sample) * len(counts) + rank) * widest + row)
     return places

@@ -103,7 +103,7 @@ class _Clock:
         self._started = self._started or time.perf_counter()
 
     def _end(self, state: Any) -> None:
-        if next(iter(trained.parameters(state)), ("", torch.empty(0)))[1].is_cuda:
+        if next(iter(trained.parameters(state)), ("", torch.empty(0, device="cpu")))[1].is_cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
         gradients = next(iter(of_kind(state, SyncGradients)), None)

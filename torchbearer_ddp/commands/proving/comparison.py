@@ -198,14 +198,20 @@ def _values(recording: Recording) -> Iterator[tuple[tuple[int, str, str], torch.
             yield (first, "start", f"{name}{suffix}"), value
     for number, step in enumerate(recording["steps"]):
         if step["loss"] is not None:
-            yield (number, "loss", "loss"), torch.tensor([step["loss"]], dtype=torch.float64)
+            yield (
+                (number, "loss", "loss"),
+                torch.tensor([step["loss"]], dtype=torch.float64, device="cpu"),
+            )
         for stage, tensors in (("gradient", step["gradients"]), ("parameter", step["parameters"])):
             for name, value in tensors.items():
                 yield (number, stage, name), value
     for index, each in enumerate(recording["passes"]):
         for name, value in each["values"].items():
             key = f"{name} ({each['name']} pass {index})"
-            yield (each["after"] - 1, "metric", key), torch.tensor([value], dtype=torch.float64)
+            yield (
+                (each["after"] - 1, "metric", key),
+                torch.tensor([value], dtype=torch.float64, device="cpu"),
+            )
 
 
 def _together(ranks: Sequence[Recording]) -> Recording:

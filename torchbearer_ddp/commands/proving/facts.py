@@ -112,13 +112,15 @@ def checksums(state: Any) -> tuple[torch.Tensor, str]:
     _collect((state.get(torchbearer.X), state.get(torchbearer.Y_TRUE)), found)
     rows = [each for each in found if each.dim() and len(each) == len(found[0])]
     if not rows:
-        return torch.zeros(0, dtype=torch.int64), ""
+        return torch.zeros(0, dtype=torch.int64, device="cpu"), ""
     numbers = [0] * len(rows[0])
     for tensor in rows:
         whole = tensor.detach().cpu().contiguous()
         for index, row in enumerate(whole.view(len(whole), -1).view(torch.uint8).numpy()):
             numbers[index] = zlib.crc32(row, numbers[index])
-    return torch.tensor(sorted(numbers)), str([tuple(each.shape[1:]) for each in rows])
+    return torch.tensor(sorted(numbers), device="cpu"), str(
+        [tuple(each.shape[1:]) for each in rows]
+    )
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:

@@ -267,6 +267,6 @@ def change_by_one_unit(parameter: torch.Tensor, generator: torch.Generator) -> N
     """Changes each number by about one unit in the last place, up or down."""
     if not parameter.is_floating_point():
         return
-    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+    signs = torch.randint(0, 2, parameter.shape, generator=generator, device="cpu") * 2 - 1
     eps = torch.finfo(parameter.dtype).eps
     parameter.mul_((1 + eps * signs.double()).to(parameter.device, parameter.dtype))

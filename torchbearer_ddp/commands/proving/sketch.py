@@ -28,7 +28,7 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     flat = dense.cpu().flatten()
     if flat.numel() <= WHOLE:
         return flat.clone()
-    total = torch.zeros(_SUMS, dtype=torch.float64)
+    total = torch.zeros(_SUMS, dtype=torch.float64, device="cpu")
     for number, block in enumerate(flat.split(_BLOCK)):  # type: ignore[no-untyped-call]
         values = block.double() * _signs().roll(number * _ROLL)[: block.numel()]
         padded = torch.nn.functional.pad(values, (0, -block.numel() % _SUMS))
@@ -56,4 +56,6 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def _signs() -> torch.Tensor:
     """The signs of one block, the same in every process; each block takes them from elsewhere."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8) * 2 - 1
+    return (
+        torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
+    )
