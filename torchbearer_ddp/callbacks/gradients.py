@@ -245,16 +245,14 @@ class SyncGradients(OrderedCallback):
         return self._compression.may_drift or self.every > 1
 
     @property
-    def uses_powersgd(self) -> bool:
-        """True if gradients are compressed by PowerSGD, here or in a hook."""
-        return self._compression.is_powersgd
+    def compression(self) -> Compression:
+        """How gradients are compressed, and what that remembers."""
+        return self._compression
 
-    def rescale(self, factor: float) -> None:
-        """Tells that gradients are this many times as large from the next step on.
-
-        What compression has lost of a step is added to the next one, so it must have its unit.
-        """
-        self._compression.memory.rescale(factor)
+    @property
+    def has_counted(self) -> bool:
+        """True if a rank has counted something in the last exchange."""
+        return any(getattr(self._exchange.step.agreed, "weights", ()))
 
     def align_replicas(self, state: Any) -> None:
         """Makes replicas equal at the end of an epoch, and before a run after one that failed.

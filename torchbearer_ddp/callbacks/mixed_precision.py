@@ -89,6 +89,7 @@ class MixedPrecision(OrderedCallback):
         )
         self._steps = OptimizerSteps(self._before_closure, self._before_update)
         self._state: Any = None
+        self._averaging: list[SyncGradients] = []
         self._own_arguments: Any = None
         self._has_seen_closure = False
 
@@ -108,7 +109,7 @@ class MixedPrecision(OrderedCallback):
 
     def on_start_training(self, state: Any) -> None:
         """In each epoch anew: layers may have been added or replaced in between."""
-        self._state = state
+        self._state, self._averaging = state, of_kind(state, SyncGradients)
         self._region.watch(trained.modules(state).values())
         if self._scaling is not None:
             self._check(state)
@@ -179,7 +180,9 @@ class MixedPrecision(OrderedCallback):
         self._steps.close()
         if self._scaling is not None:
             self._scaling.close()
+            self._set_unit(1.0)
         self._state = self._own_arguments = None
+        self._averaging = []
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, and the steps skipped in this epoch; nothing with bf16."""
@@ -219,7 +222,7 @@ class MixedPrecision(OrderedCallback):
             )
         averaging = of_kind(state, SyncGradients)
         local = [p for s in averaging for each in s.skip for p in trained.parameters_of(each)]
-        if collectives.world_size() > 1 and any(s.uses_powersgd for s in averaging):
+        if collectives.world_size() > 1 and any(s.compression.is_powersgd for s in averaging):
             raise ValueError(
                 "MixedPrecision('fp16') finds its scale by steps that overflow, but PowerSGD adds "
                 "what a step has lost to the next, and would never be finite again. Use "
@@ -246,6 +249,7 @@ class MixedPrecision(OrderedCallback):
             self._region.in_closure = True
             if self._scaling is not None:
                 self._scaling.begin_closure()
+                self._set_unit(self._scaling.scale)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, result: Any) -> Any:
         """Ends the closure: gradients are averaged by now, whether it called on_backward or not."""
@@ -256,18 +260,19 @@ class MixedPrecision(OrderedCallback):
             self._end_forward(state)
             self._restore_arguments(state)
             if self._scaling is not None:
-                before, averaging = self._scaling.scale, of_kind(state, SyncGradients)
-                exchanged = collectives.world_size() > 1 and bool(averaging)
-                released = any(each.accumulation.ends_window(state) for each in averaging)
+                exchanged = any(each.has_counted for each in self._averaging)
+                released = any(each.accumulation.ends_window(state) for each in self._averaging)
                 self.skipped_steps += self._scaling.end_closure(
                     exchanged=exchanged, released=released
                 )
-                if self._scaling.scale != before:
-                    for each in averaging:
-                        each.rescale(self._scaling.scale / before)
         elif self._scaling is not None:
             self._scaling.check_other(optimizer, type(optimizer).__name__)
         return result
+
+    def _set_unit(self, unit: float) -> None:
+        """What compression has lost of a step is added to the next one, in the same unit."""
+        for each in self._averaging:
+            each.compression.memory.set_unit(unit)
 
     def _end_forward(self, state: Any) -> None:
         self._region.in_closure = False

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torchbearer
 
+from torchbearer_ddp.gradients.hooks import is_old, is_zero, versions
 from torchbearer_ddp.gradients.weights import Average, counts_nothing
 from torchbearer_ddp.group import trained
 
@@ -101,18 +102,17 @@ class Accumulation:
     def begin_step(self, state: Any) -> None:
         """Notes the gradients that are no batch's of the coming window."""
         if self.is_used:
-            known = [] if self.holds_gradients else _gradients(state)
-            self._left = {id(p): (gradient, gradient._version) for p, gradient in known}
+            self._left = versions([] if self.holds_gradients else _parameters(state))
 
     def has_new_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """True if a batch has made a gradient: what the last step has left, or zeroed, is none."""
-        for parameter in parameters:
-            gradient, (left, version) = parameter.grad, self._left.get(id(parameter), (None, 0))
-            if gradient is not None and (
-                gradient is not left or (gradient._version != version and not _is_zero(gradient))
-            ):
-                return True
-        return False
+        return not all(is_old(parameter, self._left) for parameter in parameters)
+
+    def drop_old(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Where a batch is skipped, what the last step has left is no part of the window."""
+        for parameter in parameters if self.is_used else ():
+            if parameter.grad is not None and not is_zero(parameter.grad):
+                parameter.grad = None
 
     def hold(self, state: Any, average: Average, weight: float) -> float | None:
         """Takes this batch's gradients away, or makes their average ready.
@@ -134,9 +134,11 @@ class Accumulation:
                 "several. Use a larger batch instead of accumulate."
             )
         self._last = batch
+        if self._in_buckets:  # torch has averaged them over ranks whose batches we do not know
+            average = Average.EQUAL
         if counts_nothing(average, weight):
-            for parameter in _parameters(state):
-                parameter.grad = None
+            for _, gradient in _gradients(state):  # one process has zeros too
+                gradient.detach().zero_()
             weight, self._unit = 0.0, self._unit or 1.0
         gradients = _gradients(state)
         unit = weight or self._unit
@@ -155,16 +157,17 @@ class Accumulation:
             for parameter, _ in gradients:
                 parameter.grad = None
             return None
-        divisor = {
-            Average.SUM: 1.0,
-            Average.EQUAL: float(self._batches_done),
-            Average.WEIGHTED: self._total / self._unit or 1.0,
-        }[average]
-        for parameter, gradient in _each(gradients, torch._foreach_div, divisor):
+        for parameter, gradient in _each(gradients, torch._foreach_div, self._divisor(average)):
             parameter.grad = gradient
         total = self._total
         self._begin()
         return total
+
+    def _divisor(self, average: Average) -> float:
+        """What turns the sum of the batches' gradients into what they become together."""
+        if average is Average.WEIGHTED:
+            return self._total / self._unit or 1.0
+        return float(self._batches_done) if average is Average.EQUAL else 1.0
 
     def _own(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient in memory that the next backward does not overwrite."""
@@ -192,10 +195,6 @@ def _each(held: Held, operation: Callable[..., Any], number: float) -> Held:
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The sum, also of a sparse gradient and one that is not: torch adds them in one order only."""
     return other + one if one.is_sparse else one + other
-
-
-def _is_zero(gradient: torch.Tensor) -> bool:
-    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
 def _gradients(state: Any) -> Held:

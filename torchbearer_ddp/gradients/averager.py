@@ -48,10 +48,8 @@ class Averager:
         self._strangers: trained.Named = []
         #: Optimizers, by number, whose own step has made an exchange.
         self._at_step: set[int] = set()
-        #: Optimizers that have made a step.
-        self._stepped: set[int] = set()
-        #: Optimizers whose gradients were averaged since their last step.
-        self._done: set[int] = set()
+        #: Optimizers that have made a step, and those averaged since their last one.
+        self._stepped, self._done = set[int](), set[int]()
         #: Groups whose gradients are a sum on top of a sum.
         self._mixed = 0
         self._kinds: list[Any] = []
@@ -97,8 +95,10 @@ class Averager:
     def begin_step(self, *, sums: bool) -> None:
         """Begins a step: an average of the step before is no average of this one."""
         self._marks.begin_step()
+        everything = [p for _, p in self._parameters] if sums or self.reducer is None else []
+        self._marks.note_left(everything if self.reducer is None else self.reducer.without_views)
         if sums:  # backward must not add to them without a word
-            self._marks.note_before(parameter for _, parameter in self._parameters)
+            self._marks.note_before(everything)
 
     def begin(self, average: Average, weight: float) -> None:
         """Announces a backward pass, whose gradients may travel while it runs."""
@@ -131,7 +131,7 @@ class Averager:
     def has_new_gradient(self, own: frozenset[int]) -> bool:
         """True if any of these parameters has a gradient that was not averaged."""
         if self.reducer is None:
-            return any(p.grad is not None for _, p in self._parameters if id(p) in own)
+            return any(self._marks.needs_average(p) for _, p in self._parameters if id(p) in own)
         return self.reducer.has_new_gradient(own) or any(
             self._marks.needs_average(parameter)
             for parameter in self._outside
@@ -192,7 +192,8 @@ class Averager:
                 f"The loss is a sum, and {type(optimizer).__name__} is about to step on gradients "
                 "to which backward added after they were summed over the ranks, so the first part "
                 "would count once for each rank. Call zero_grad(set_to_none=True), as is the "
-                "default, before each backward pass; SyncGradients(accumulate=...) adds up batches."
+                "default, before each backward pass, and freeze what no optimizer trains; "
+                "SyncGradients(accumulate=...) adds up batches."
             )
 
     def rest(self, group: Group | None) -> None:
@@ -208,8 +209,7 @@ class Averager:
         self.close()
         self._marks = Marks()
         self._kinds, self._parameters, self._outside, self._strangers = [], [], [], []
-        self._known = set()
-        self._optimizers, self._groups = KnownOptimizers(), {}
+        self._known, self._groups, self._optimizers = set(), {}, KnownOptimizers()
         self._at_step, self._stepped, self._done, self._mixed = set(), set(), set(), 0
 
     def close(self) -> None:

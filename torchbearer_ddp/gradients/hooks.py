@@ -28,6 +28,8 @@ class Marks:
         mixed: Backward has added to an average.
         before: Gradients at the start of the step, noted for a loss that sums.
         kept: Averages that were put back where no rank had a new gradient, outside of the buckets.
+        left: What the last step has left where nothing else tells an old gradient from a new one,
+            with its version.
     """
 
     changed: set[int] = field(default_factory=set)
@@ -35,6 +37,7 @@ class Marks:
     mixed: set[int] = field(default_factory=set)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    left: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def needs_average(self, parameter: torch.Tensor, view: torch.Tensor | None = None) -> bool:
         """True if the gradient is new; ``view`` is where the last average was handed out."""
@@ -44,12 +47,16 @@ class Marks:
             return True
         if parameter.grad is view or parameter.grad is self.kept.get(id(parameter)):
             return False
-        return id(parameter) not in self.averaged
+        return id(parameter) not in self.averaged and not is_old(parameter, self.left)
 
     def begin_step(self) -> None:
         """Begins a step, of which nothing is known yet."""
         self.averaged = frozenset()
         self.before.clear()
+
+    def note_left(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notes gradients that are no batch's of the coming step."""
+        self.left = versions(parameters)
 
     def note_before(self, parameters: Iterable[torch.Tensor]) -> None:
         """Notes the gradients at the start of a step."""
@@ -66,6 +73,24 @@ class Marks:
         self.averaged = self.averaged | identities if self.averaged else identities
         if self.kept:
             self.kept = {key: each for key, each in self.kept.items() if key not in identities}
+
+
+def versions(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int]]:
+    """The gradients there are, by parameter, each with its version."""
+    return {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+
+
+def is_old(parameter: torch.Tensor, known: dict[int, tuple[torch.Tensor, int]]) -> bool:
+    """True if the gradient is one of :func:`versions`, as it was or zeroed since."""
+    gradient, (before, version) = parameter.grad, known.get(id(parameter), (None, 0))
+    if gradient is None or gradient is not before:
+        return gradient is None
+    return gradient._version == version or is_zero(gradient)
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """True if all of a gradient is zero."""
+    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 
 class GradientHooks:

@@ -173,7 +173,8 @@ def _decide(evaluate: _Evaluator, criterion: Any, state: Any, count: int) -> Ver
             kind for kind, parts in divisors.items() if _fits(values, parts, evaluate.tolerance)
         }
         if not all(map(_is_finite, values)) and "weighted" not in fitting:
-            raise _Undecided("its value is not a finite number on this batch or on a part of it")
+            reason = "its value is not a finite number on this batch or on a part of it"
+            raise _Undecided(reason, later=not _is_finite(values[0]))
     if not fitting:
         return Verdict("coupled")
     if "sum" in fitting and len(fitting) > 1:

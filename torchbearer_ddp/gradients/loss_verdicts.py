@@ -26,6 +26,8 @@ _STANDARD_CLOSURE = base_closure.__qualname__ + ".<locals>.closure"
 _TRIES = 3
 #: Kinds that do not depend on what callbacks and closures add to a loss.
 _KEPT = ("mean", "weighted")
+_OWN_KEY = Verdict("unknown", "the closure keeps it under a key of its own")
+_SKIPPED = Verdict("unknown", "the closure has skipped the batch", later=True)
 _PAGE = "See the page on losses in the documentation."
 _LINES = {
     "sum": "the loss is a sum over its samples, so the gradients of all ranks are added",
@@ -171,8 +173,11 @@ class LossVerdicts:
         weight = self._weight(state) if self._weight is not None else batch_size(state)
         return average, as_sent(float(weight))
 
-    def find(self, state: Any, number: int) -> None:
-        """Finds the kind of a loss right after it was computed; collective the first times."""
+    def find(self, state: Any, number: int, *, is_skipped: bool = False) -> None:
+        """Finds the kind of a loss right after it was computed; collective the first times.
+
+        A rank that has skipped the batch has none to look at.
+        """
         if self._chosen is not None:
             return
         loss, criterion = state.get(torchbearer.LOSS), state.get(torchbearer.CRITERION)
@@ -191,13 +196,18 @@ class LossVerdicts:
             if is_new and collectives.is_rank_zero() and self._is_first_look(state, number):
                 self._compare(number, _examine(criterion, state))
             return
-        mine = (
-            _examine(criterion, state)
-            if is_new
-            else Verdict("unknown", "the closure keeps it under a key of its own")
-        )
+        mine = _SKIPPED
+        if not is_skipped:
+            mine = _examine(criterion, state) if is_new else _OWN_KEY
+        self._agree(number, criterion, mine)
+
+    def _agree(self, number: int, criterion: Any, mine: Verdict) -> None:
+        """Takes the verdict of all ranks, if their batches can tell."""
         everyone = collectives.all_gather(astuple(mine), "the kind of the loss")
         agreed = combine([Verdict(*each) for each in everyone])
+        if agreed == _SKIPPED:  # by all ranks
+            del self.kinds[number:], self._criteria[number:]
+            return
         tries = self._tries[number] = self._tries.get(number, 0) + 1
         if agreed.later and tries < _TRIES:
             del self.kinds[number:], self._criteria[number:]  # what was known of another loss
@@ -286,7 +296,12 @@ def _closure_of(state: Any) -> Any:
 
 def _is_standard(closure: Any) -> bool:
     """True for a closure of torchbearer's own, whose loss is the criterion's."""
-    return bool(getattr(closure, "__qualname__", "") == _STANDARD_CLOSURE)
+    if getattr(closure, "__qualname__", "") != _STANDARD_CLOSURE:
+        return False
+    # base_closure makes such a function with any keys.
+    names, cells = closure.__code__.co_freevars, closure.__closure__
+    keys = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    return (keys.get("crit"), keys.get("loss")) == (torchbearer.CRITERION, torchbearer.LOSS)
 
 
 def _is_of_torch(criterion: Any) -> bool:
@@ -313,5 +328,7 @@ def _describe(criterion: Any) -> str:
 def _examine(criterion: Any, state: Any) -> Verdict:
     """The kind of the criterion, if the loss is the criterion's and not the closure's own."""
     if not _is_standard(_closure_of(state)) and not is_value_of(criterion, state):
-        return Verdict("unknown", "the closure computes another loss than the criterion")
+        is_finite = bool(torch.isfinite(state[torchbearer.LOSS].detach()).all())
+        reason = "the closure computes another loss than the criterion"
+        return Verdict("unknown", reason, later=not is_finite)
     return classify(criterion, state)

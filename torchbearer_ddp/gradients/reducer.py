@@ -94,6 +94,11 @@ class Reducer:
         return EarlyCopies(*watched)
 
     @property
+    def without_views(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are in no bucket: the sparse ones."""
+        return [self._parameters[index] for index in self._sparse]
+
+    @property
     def is_sending(self) -> bool:
         """True if buckets may be under way: an exchange was begun and not completed."""
         return self._begun
@@ -143,7 +148,8 @@ class Reducer:
         """Announces a backward pass: from here on gradients are copied or sent as they appear."""
         if self._sends_early:
             if self._begun and all(parameter.grad is None for parameter in self._parameters):
-                self._abandon()
+                if self._hooks.sent:
+                    self._abandon()
                 self._begun = False
             if not self._begun:
                 self._begin_memory(average, weight)
@@ -316,6 +322,8 @@ class Reducer:
         # Where every parameter has a new gradient on this rank, the marks need not be read.
         marks = exchange.used if exchange.is_full else summary.used
         in_place = bool(exchange.usual) and not exchange.kept
+        if not exchange.report.weight and not any(exchange.used) and any(summary.weights):
+            exchange.kept.clear()  # it has skipped the batch before it cleared what others have
         if not in_place or not all(map(operator.is_, exchange.usual, self._views)):
             self._point_to_views(exchange, marks)
         if self._sparse and (

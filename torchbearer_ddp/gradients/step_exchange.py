@@ -108,6 +108,9 @@ class StepExchange:
 
     def before_backward(self, state: Any) -> None:
         """From here on a full bucket may travel while backward runs."""
+        if self.step.counts is not None:  # a closure tries again, perhaps with a smaller batch
+            weight = self.losses.weight(state, self.step.backwards)
+            self.step.counts = self.step.counts[0], weight
         average, weight = self._prepare(state)
         if self.accumulation.is_used:
             # Gradients of several batches are not complete before they are divided, and those of a
@@ -198,11 +201,9 @@ class StepExchange:
             return result
         if not self._has_gradient(optimizer):  # it has skipped this batch
             if self.step.counts is None:  # else it has called on_criterion, which has asked
-                self.losses.find(state, 0)
+                self.losses.find(state, 0, is_skipped=True)
             self.step.counts = self.losses.average(0), 0.0
-            if self.accumulation.is_used:  # what the last step has left is no part of the window
-                for parameter in trained.parameters_of(optimizer):
-                    parameter.grad = None
+            self.accumulation.drop_old(trained.parameters_of(optimizer))
         return self.after_backward(state, result)
 
     @property

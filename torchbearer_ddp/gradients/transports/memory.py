@@ -98,6 +98,8 @@ class Memory:
         self._residuals: dict[str, Residual] = {}
         self.hook_state: Any = None
         self._share = 1.0
+        #: What a loss is multiplied by, and so the residuals: a loss scale, or 1.
+        self._unit = 1.0
         #: PowerSGD's errors before the running exchange.
         self._errors: dict[int, torch.Tensor] | None = None
         #: What was loaded and is not in use yet.
@@ -108,6 +110,7 @@ class Memory:
         layout = [f"{b.describe()}: {[tuple(p.shape) for p in b.parameters]}" for b in buckets]
         parameters = [id(parameter) for bucket in buckets for parameter in bucket.parameters]
         before = self._layout, self._parameters
+        self._undo()
         self._layout, self._parameters, self.hook_state = layout, parameters, hook_state
         if before[0] is not None and before != (layout, parameters):
             self._residuals.clear()
@@ -126,7 +129,7 @@ class Memory:
             known.share = self._share
             saved = self._loaded.get("residuals", {}).pop(key, None)
             if saved is not None and saved.shape == like.shape:
-                known.current.copy_(saved)
+                known.current.copy_(saved).mul_(self._unit_of_loaded)
         return known
 
     def begin_exchange(self, share: float) -> None:
@@ -139,13 +142,17 @@ class Memory:
             each.begin(share)
         state = self.hook_state
         if isinstance(state, PowerSGDState):
-            if self._errors is not None:
-                state.error_dict = self._errors
+            self._undo()
             self._errors = dict(state.error_dict)
             if share != 1.0:
                 state.error_dict = {i: each * share for i, each in self._errors.items()}
         elif callable(getattr(state, "begin_exchange", None)):
             state.begin_exchange(share)
+
+    def _undo(self) -> None:
+        """Takes back what an exchange that was not settled has made of PowerSGD's errors."""
+        if self._errors is not None:
+            self.hook_state.error_dict, self._errors = self._errors, None
 
     def settle(self, correction: float) -> None:
         """Ends an exchange that counts, whose sums were multiplied by this."""
@@ -159,10 +166,19 @@ class Memory:
         elif callable(getattr(state, "settle", None)):
             state.settle(correction)
 
+    def set_unit(self, unit: float) -> None:
+        """From the next step on gradients are this many times as large as without a loss scale."""
+        before, self._unit = self._unit, unit
+        if unit != before:
+            self.rescale(unit / before)
+
     def rescale(self, factor: float) -> None:
         """Gradients are this many times as large from the next step on."""
         for each in self._residuals.values():
             each.current.mul_(factor)
+        self._rescale_hook(factor)
+
+    def _rescale_hook(self, factor: float) -> None:
         if isinstance(self.hook_state, PowerSGDState):
             for error in self.hook_state.error_dict.values():
                 error.mul_(factor)
@@ -179,13 +195,19 @@ class Memory:
         hook = state_of(self.hook_state)
         if not residuals and not hook:
             return {}
-        return {"layout": self._layout, "residuals": residuals, "hook": hook}
+        known = {"layout": self._layout, "unit": self._unit}
+        return {**known, "residuals": residuals, "hook": hook}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Takes back what :meth:`state_dict` gave, as soon as there are buckets of that layout."""
         self._loaded = {**saved, "residuals": dict(saved.get("residuals", {}))}
         if self._layout is not None or saved.get("layout") is None:
             self._take_loaded()
+
+    @property
+    def _unit_of_loaded(self) -> float:
+        """What is loaded times this is in the unit of now."""
+        return self._unit / float(self._loaded.get("unit", self._unit))
 
     def _take_loaded(self) -> None:
         if not self._loaded:
@@ -200,8 +222,11 @@ class Memory:
         for key, each in self._residuals.items():
             saved = self._loaded["residuals"].pop(key, None)
             if saved is not None:
-                each.current.copy_(saved)
-        load_into(self.hook_state, self._loaded.pop("hook", None) or {})
+                each.current.copy_(saved).mul_(self._unit_of_loaded)
+        if hook := self._loaded.pop("hook", None):
+            self._undo()
+            load_into(self.hook_state, hook)
+            self._rescale_hook(self._unit_of_loaded)
         if not self._loaded["residuals"]:
             self._loaded = {}
 
