@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchbearer_ddp.gradients.header import RankReport
+from torchbearer_ddp.gradients.hooks import is_zero
 from torchbearer_ddp.gradients.transports.compression import Compression
 from torchbearer_ddp.gradients.weights import Average
 
@@ -50,6 +51,7 @@ class Exchange:
         report: What this rank reports.
         used: By parameter: whether this rank has a new gradient.
         is_full: True if it has one for every parameter.
+        is_skipped: True if it has made nothing of the batch.
         average: What the gradients become.
         empty: True if this rank counts nothing.
         usual: All gradients, if nothing about them is unusual; else empty.
@@ -69,3 +71,10 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.is_full = all(self.used)
+        self.is_skipped = not self.report.weight and not any(self.used)
+
+    def drop_old(self, parameters: Sequence[torch.Tensor], averaged: frozenset[int]) -> None:
+        """A rank that has skipped the batch may not have cleared what the others have."""
+        for index, gradient in [*self.kept.items()]:
+            if id(parameters[index]) not in averaged and not is_zero(gradient):
+                del self.kept[index]

@@ -27,7 +27,7 @@ class Marks:
             a clipped one.
         mixed: Backward has added to an average.
         before: Gradients at the start of the step, noted for a loss that sums.
-        kept: Averages that were put back where no rank had a new gradient, outside of the buckets.
+        kept: Gradients that were put back where no rank had a new one, outside of the buckets.
         left: What the last step has left where nothing else tells an old gradient from a new one,
             with its version.
     """
@@ -64,7 +64,11 @@ class Marks:
 
     def note_mixed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Marks gradients that were there at the start of the step, if no hook could do it."""
-        self.mixed.update(id(p) for p in parameters if p.grad is self.before.get(id(p), self))
+        self.mixed.update(
+            id(p)
+            for p in parameters
+            if p.grad is self.before.get(id(p), self) and not is_old(p, self.left)
+        )
 
     def note_average(self, identities: frozenset[int]) -> None:
         """Marks gradients as averaged."""

@@ -328,7 +328,7 @@ def _describe(criterion: Any) -> str:
 def _examine(criterion: Any, state: Any) -> Verdict:
     """The kind of the criterion, if the loss is the criterion's and not the closure's own."""
     if not _is_standard(_closure_of(state)) and not is_value_of(criterion, state):
-        is_finite = bool(torch.isfinite(state[torchbearer.LOSS].detach()).all())
-        reason = "the closure computes another loss than the criterion"
-        return Verdict("unknown", reason, later=not is_finite)
+        if not torch.isfinite(state[torchbearer.LOSS].detach()).all():
+            return Verdict("unknown", "its value is not a finite number on this batch", later=True)
+        return Verdict("unknown", "the closure computes another loss than the criterion")
     return classify(criterion, state)

@@ -182,7 +182,7 @@ class Reducer:
         report.failed = sent > 0 and all(each.grad is None for each in self._parameters)
         layouts = sparse.layouts(self._parameters, self._views, used) if report.regroup else None
         exchange = Exchange(report, used, average, counts_nothing(average, report.weight), usual)
-        exchange.empty |= report.failed
+        exchange.empty |= report.failed or exchange.is_skipped
         summary = self._exchange(exchange, sent)
         if summary.again:
             # Backward ran more than once, so the buckets sent during the first were incomplete.
@@ -238,8 +238,8 @@ class Reducer:
             if gradient is None or (new and not (overlaps and gradient is view)):
                 continue
             if gradient is view:  # the sum overwrites the bucket, and may have to be made again
-                gradient = self._marks.kept[id(parameter)] = gradient.clone()
-            exchange.kept[index] = parameter.grad = gradient
+                gradient = gradient.clone()
+            exchange.kept[index] = parameter.grad = self._marks.kept[id(parameter)] = gradient
 
     def _abandon(self) -> None:
         """Completes the exchange of a backward pass that failed, as every rank does."""
@@ -322,8 +322,8 @@ class Reducer:
         # Where every parameter has a new gradient on this rank, the marks need not be read.
         marks = exchange.used if exchange.is_full else summary.used
         in_place = bool(exchange.usual) and not exchange.kept
-        if not exchange.report.weight and not any(exchange.used) and any(summary.weights):
-            exchange.kept.clear()  # it has skipped the batch before it cleared what others have
+        if exchange.is_skipped and any(summary.weights):
+            exchange.drop_old(self._parameters, self._marks.averaged)
         if not in_place or not all(map(operator.is_, exchange.usual, self._views)):
             self._point_to_views(exchange, marks)
         if self._sparse and (
