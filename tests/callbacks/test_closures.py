@@ -242,6 +242,110 @@ def test_batches_of_a_model_in_ddp_count_alike_on_all_ranks_in_a_window():
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_model_of_which_a_part_is_in_ddp_adds_up_batches(reduction, two_ranks):
+    @on_two_ranks
+    def body():
+        def make(wrap):
+            model = net(widths=(6, 5, 5, 2))
+            return nn.Sequential(wrap(model[:2]), model[2:])
+
+        sizes = [[3, 1, 2, 4], [3, 3, 3, 2]]
+        mine_now = batches(collectives.rank(), sizes[collectives.rank()])
+        model, criterion = make(DistributedDataParallel), nn.MSELoss(reduction=reduction)
+        train(model, sync(accumulate=2), [mine_now], criterion=criterion)
+        assert_replicas_equal(model)
+        if reduction == "mean":  # each part as it is averaged: by batches in DDP, else by samples
+            alone, both = make(lambda inner: inner), [batches(r, sizes[r]) for r in range(2)]
+            optimizer = torch.optim.SGD(alone.parameters(), 0.02)
+            inner, outer = [*alone[0].parameters()], [*alone[1].parameters()]
+            for window in (slice(0, 2), slice(2, 4)):
+                parts = [(criterion(alone(x), y), len(x)) for r in both for x, y in r[window]]
+                total = sum(n for _, n in parts)
+                by_batches = sum(loss for loss, _ in parts) / len(parts)
+                by_samples = sum(loss * n for loss, n in parts) / total
+                gradients = torch.autograd.grad(by_batches, inner, retain_graph=True)
+                gradients += torch.autograd.grad(by_samples, outer)
+                for parameter, gradient in zip([*inner, *outer], gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+            found = zip(model.parameters(), alone.parameters(), strict=True)
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in found)
+
+    body(two_ranks)
+
+
+@on_two_ranks
+def test_a_head_is_trained_beside_old_gradients_of_the_rest():
+    for bad in (1, 2):
+        model, alone = net(), net()
+        for each, callbacks, data in (
+            (model, sync(), mine(bad)),
+            (alone, [], together(bad)),
+        ):
+            train(each, callbacks, [mine() if callbacks else together()])
+            each[0].requires_grad_(False)
+            head = torch.optim.SGD(each[2].parameters(), 0.02)
+            train(each, callbacks, [data, data], skipping("not"), optimizer=head)
+        assert_close(model, alone)
+        assert_replicas_equal(model)
+
+
+@on_two_ranks
+def test_a_wrapped_closure_is_one_of_the_users_own():
+    @functools.wraps(STANDARD)
+    def closure(state):
+        STANDARD(state)
+
+    check(net, {}, [mine()], [together()], closure)
+    check(
+        net,
+        {},
+        [mine()],
+        [together()],
+        functools.update_wrapper(functools.partial(STANDARD), STANDARD),
+    )
+
+
+@on_two_ranks
+def test_a_sparse_gradient_of_a_batch_that_counts_nothing_in_a_window():
+    def masked(y_pred, y_true):  # a mean over what is not zero, of which there may be none
+        kept = y_true != 0
+        return ((y_pred - y_true).pow(2) * kept).sum() / kept.sum()
+
+    def weight(state):
+        return float((state[torchbearer.Y_TRUE] != 0).sum())
+
+    model, alone = Words(), Words()
+    data = mine()
+    if collectives.rank() == 0:
+        data[1] = data[1][0], torch.zeros_like(data[1][1])
+    options = {"accumulate": 2, "loss": "mean", "weight": weight}
+    train(model, sync(**options), [data], criterion=masked)
+    one = together(1)
+    windows = [tuple(map(torch.cat, zip(*one[i : i + 2], strict=True))) for i in (0, 2)]
+    train(alone, [], [windows], criterion=masked)
+    assert_close(model, alone)
+
+
+@on_two_ranks
+def test_local_steps_count_the_last_try():
+    model, data = net(), mine()
+    callbacks = sync(every=4)
+    train(model, callbacks, [data], trying_again())
+    single = net()
+    mine_alone = [*data]
+    if collectives.rank() == 0:
+        mine_alone[2] = data[2][0][:1], data[2][1][:1]
+    train(single, [], [mine_alone])
+    total = sum(len(x) for x, _ in mine_alone)
+    found = collectives.all_gather((total, [p.detach() for p in single.parameters()]), "one by one")
+    weights = [weight for weight, _ in found]
+    for index, parameter in enumerate(model.parameters()):
+        parts = [weight * each[index] for weight, each in found]
+        assert torch.allclose(parameter, sum(parts) / sum(weights), atol=1e-5)
+
+
 @on_two_ranks
 def test_skipped_by_all_is_no_error_of_one_rank_in_half_precision():
     for clears in CLEARS:

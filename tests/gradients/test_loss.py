@@ -452,6 +452,17 @@ def test_ignored_targets_of_a_later_batch_do_not_count_in_a_mean(criterion):
     assert divisor(criterion, state, "mean") == 4
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch is older")
+def test_a_loss_whose_ignored_target_is_not_named_ignores_the_usual_one():
+    state, criterion = classification(7), nn.LinearCrossEntropyLoss(3, 3)
+    state[torchbearer.Y_PRED] = torch.randn(7, 3)
+    state[torchbearer.Y_TRUE] = state[torchbearer.Y_TRUE] % 3
+    assert classify(criterion, state) == Verdict("mean")
+    state[torchbearer.Y_TRUE][:3] = -100
+    assert divisor(criterion, state, "mean") == 4
+    assert classify(criterion, state) == Verdict("weighted")
+
+
 def test_the_verdict_of_all_ranks():
     mean, weighted, coupled = Verdict("mean"), Verdict("weighted"), Verdict("coupled")
     later, never = Verdict("unknown", "zero", later=True), Verdict("unknown", "random")

@@ -251,8 +251,9 @@ class SyncGradients(OrderedCallback):
 
     @property
     def has_counted(self) -> bool:
-        """True if a rank has counted something in the last exchange."""
-        return any(getattr(self._exchange.step.agreed, "weights", ()))
+        """True if a rank has made something of the batch, as told in the last exchange."""
+        agreed = self._exchange.step.agreed
+        return isinstance(agreed, StepSummary) and (any(agreed.weights) or any(agreed.used))
 
     def align_replicas(self, state: Any) -> None:
         """Makes replicas equal at the end of an epoch, and before a run after one that failed.

@@ -54,6 +54,9 @@ class Accumulation:
         self._total = 0.0
         #: The gradients so far are a sum, each times its weight, divided by this.
         self._unit = 0.0
+        #: The sum of the gradients that torch's DDP has averaged, and of how many batches.
+        self._of_torch: Held = []
+        self._batches_of_torch = 0
 
     @property
     def is_used(self) -> bool:
@@ -134,11 +137,10 @@ class Accumulation:
                 "several. Use a larger batch instead of accumulate."
             )
         self._last = batch
-        if self._in_buckets:  # torch has averaged them over ranks whose batches we do not know
-            average = Average.EQUAL
+        self._add_those_of_torch(state)
         if counts_nothing(average, weight):
-            for _, gradient in _gradients(state):  # one process has zeros too
-                gradient.detach().zero_()
+            for parameter, gradient in _gradients(state):  # one process has zeros too
+                parameter.grad = torch.zeros_like(gradient)
             weight, self._unit = 0.0, self._unit or 1.0
         gradients = _gradients(state)
         unit = weight or self._unit
@@ -153,11 +155,16 @@ class Accumulation:
         self._total += weight
         gradients = _gradients(state)
         if self.goes_on(state):
-            self._held = [(p, self._own(p, gradient)) for p, gradient in gradients]
+            self._held = gradients
             for parameter, _ in gradients:
                 parameter.grad = None
             return None
-        for parameter, gradient in _each(gradients, torch._foreach_div, self._divisor(average)):
+        gradients = _each(gradients, torch._foreach_div, self._divisor(average))
+        batches = 1.0 if average is Average.SUM else self._batches_of_torch
+        for parameter, gradient in (
+            *gradients,
+            *_each(self._of_torch, torch._foreach_div, batches),
+        ):
             parameter.grad = gradient
         total = self._total
         self._begin()
@@ -169,9 +176,19 @@ class Accumulation:
             return self._total / self._unit or 1.0
         return float(self._batches_done) if average is Average.EQUAL else 1.0
 
-    def _own(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient in memory that the next backward does not overwrite."""
-        return gradient.clone() if id(parameter) in self._in_buckets else gradient
+    def _add_those_of_torch(self, state: Any) -> None:
+        """Adds those that torch has averaged, over ranks whose batches we do not know: all alike.
+
+        They are copied: the next backward writes into the same memory.
+        """
+        found = [(p, gradient) for p, gradient in _gradients(state) if id(p) in self._in_buckets]
+        self._batches_of_torch += bool(found)
+        known = dict(self._of_torch)
+        for parameter, gradient in found:
+            held = known.get(parameter)
+            known[parameter] = gradient.clone() if held is None else held + gradient
+            parameter.grad = None
+        self._of_torch = [*known.items()]
 
     def _is_larger(self, average: Average, weight: float) -> bool:
         """True if held gradients in units of this weight could leave the range of fp16."""

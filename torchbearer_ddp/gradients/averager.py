@@ -328,7 +328,8 @@ class Averager:
             for number, owner in enumerate(sorted(set(owners.values())))
         }
         self._trained = [
-            Trained(self._parameters[i][1], self._groups[owners[i]], i in sparse) for i in wanted
+            Trained(p, self._groups[owners[i]], i in sparse, self._optimizers.trains(p))
+            for i, p in [(i, self._parameters[i][1]) for i in wanted]
         ]
         rule = Weights(group.member.world_size, self.regular)
         self.reducer = self._spare.take(self._trained)

@@ -36,11 +36,18 @@ class Trained:
         parameter: The parameter.
         group: Parameters of one group travel together.
         is_sparse: True if its gradients are sparse.
+        is_stepped: True if an optimizer is known to step on it.
     """
 
     parameter: torch.nn.Parameter
     group: int = 0
     is_sparse: bool = False
+    is_stepped: bool = True
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """All but the parameter; tensors have no equality of their own."""
+        return self.group, self.is_sparse, self.is_stepped
 
 
 @dataclass
@@ -73,8 +80,8 @@ class Exchange:
         self.is_full = all(self.used)
         self.is_skipped = not self.report.weight and not any(self.used)
 
-    def drop_old(self, parameters: Sequence[torch.Tensor], averaged: frozenset[int]) -> None:
-        """A rank that has skipped the batch may not have cleared what the others have."""
+    def drop_old(self, cleared: set[int]) -> None:
+        """A rank that has skipped the batch may not have cleared what the others have cleared."""
         for index, gradient in [*self.kept.items()]:
-            if id(parameters[index]) not in averaged and not is_zero(gradient):
+            if index in cleared and not is_zero(gradient):
                 del self.kept[index]

@@ -53,6 +53,10 @@ class KnownOptimizers:
         names = [name for _, name, _ in self._known.values()]
         return names[number] if number < len(names) else f"optimizer number {number}"
 
+    def trains(self, parameter: torch.nn.Parameter) -> bool:
+        """True if one of them does."""
+        return id(parameter) in self._owner
+
     def owner(self, parameter: torch.nn.Parameter) -> int:
         """The number of the first optimizer that trains a parameter; 0 if none does."""
         return self._owner.get(id(parameter), 0)

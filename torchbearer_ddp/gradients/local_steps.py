@@ -63,7 +63,10 @@ class LocalExchange(StepExchange):
 
     def before_backward(self, state: Any) -> None:
         """Nothing travels during backward."""
-        self._prepare(state)
+        self._begin_backward(state)
+
+    def _begin_averaging(self) -> None:
+        """No gradients are averaged."""
 
     def after_backward(self, state: Any, loss: Any) -> Any:
         """Counts the samples, and holds gradients for a later batch."""

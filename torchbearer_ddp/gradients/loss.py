@@ -29,10 +29,10 @@ from torchbearer_ddp.data import randomness
 from torchbearer_ddp.data.batch import batch_size, first_tensor, map_tensors, select
 from torchbearer_ddp.gradients.criterion_parts import on_copies
 from torchbearer_ddp.gradients.target_weights import (
-    DEFAULT_IGNORED,
     TargetWeights,
     Total,
     class_targets,
+    ignored_by,
     is_class_loss,
     not_ignored,
 )
@@ -146,7 +146,7 @@ def divisor(criterion: Any, state: Any, kind: str, total: Total = TargetWeights.
         if target is not None and has_weights and criterion.reduction == "mean":
             return total(TargetWeights.of(criterion), target)  # they were set after the first batch
         if target is not None and target.dim() == 1:
-            ignored = getattr(criterion, "ignore_index", DEFAULT_IGNORED)
+            ignored = ignored_by(criterion)
             if target.device.type == "cpu":
                 return not_ignored(target, ignored)
             return total(TargetWeights(None, ignored), target)

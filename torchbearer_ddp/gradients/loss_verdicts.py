@@ -204,10 +204,11 @@ class LossVerdicts:
     def _agree(self, number: int, criterion: Any, mine: Verdict) -> None:
         """Takes the verdict of all ranks, if their batches can tell."""
         everyone = collectives.all_gather(astuple(mine), "the kind of the loss")
-        agreed = combine([Verdict(*each) for each in everyone])
-        if agreed == _SKIPPED:  # by all ranks
+        found = [verdict for each in everyone if (verdict := Verdict(*each)) != _SKIPPED]
+        if not found:
             del self.kinds[number:], self._criteria[number:]
             return
+        agreed = combine(found)
         tries = self._tries[number] = self._tries.get(number, 0) + 1
         if agreed.later and tries < _TRIES:
             del self.kinds[number:], self._criteria[number:]  # what was known of another loss
@@ -299,8 +300,9 @@ def _is_standard(closure: Any) -> bool:
     if getattr(closure, "__qualname__", "") != _STANDARD_CLOSURE:
         return False
     # base_closure makes such a function with any keys.
-    names, cells = closure.__code__.co_freevars, closure.__closure__
-    keys = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    names = getattr(getattr(closure, "__code__", None), "co_freevars", ())
+    cells = getattr(closure, "__closure__", None) or ()  # a wrapper has its name, and no cells
+    keys = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
     return (keys.get("crit"), keys.get("loss")) == (torchbearer.CRITERION, torchbearer.LOSS)
 
 

@@ -53,6 +53,7 @@ class Reducer:
         self._parameters = [each.parameter for each in trained]
         self._groups = [each.group for each in trained]
         self._sparse = [index for index, each in enumerate(trained) if each.is_sparse]
+        self._stepped = [index for index, each in enumerate(trained) if each.is_stepped]
         dense = {i: each.parameter for i, each in enumerate(trained) if not each.is_sparse}
         header = Header.size(member.world_size, len(trained))
         self._buckets = layout.plan(dense, self._groups, options.bucket_bytes, header)
@@ -322,8 +323,9 @@ class Reducer:
         # Where every parameter has a new gradient on this rank, the marks need not be read.
         marks = exchange.used if exchange.is_full else summary.used
         in_place = bool(exchange.usual) and not exchange.kept
-        if exchange.is_skipped and any(summary.weights):
-            exchange.drop_old(self._parameters, self._marks.averaged)
+        if exchange.is_skipped and (any(summary.weights) or any(marks)):
+            done = self._marks.averaged
+            exchange.drop_old({i for i in self._stepped if id(self._parameters[i]) not in done})
         if not in_place or not all(map(operator.is_, exchange.usual, self._views)):
             self._point_to_views(exchange, marks)
         if self._sparse and (

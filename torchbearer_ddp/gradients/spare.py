@@ -72,8 +72,7 @@ class Spare:
         if kept is None or len(kept.trained) != len(trained):
             return None
         same = all(
-            mine.parameter is other.parameter
-            and (mine.group, mine.is_sparse) == (other.group, other.is_sparse)
+            mine.parameter is other.parameter and mine.kind == other.kind
             for mine, other in zip(kept.trained, trained, strict=True)
         )
         return kept.reducer if same else None

@@ -93,6 +93,9 @@ class StepExchange:
         self.losses.early_total.begin(self._state)
         if self._state is not None:
             self.accumulation.begin_step(self._state)
+        self._begin_averaging()
+
+    def _begin_averaging(self) -> None:
         self.averager.begin_step(sums=self.losses.kind() in (None, "sum"))
 
     def end(self) -> None:
@@ -108,10 +111,7 @@ class StepExchange:
 
     def before_backward(self, state: Any) -> None:
         """From here on a full bucket may travel while backward runs."""
-        if self.step.counts is not None:  # a closure tries again, perhaps with a smaller batch
-            weight = self.losses.weight(state, self.step.backwards)
-            self.step.counts = self.step.counts[0], weight
-        average, weight = self._prepare(state)
+        average, weight = self._begin_backward(state)
         if self.accumulation.is_used:
             # Gradients of several batches are not complete before they are divided, and those of a
             # batch that counts nothing are taken away again.
@@ -147,6 +147,13 @@ class StepExchange:
     def local_states(self) -> dict[str, Any]:
         """What each rank has for itself in a checkpoint: nothing, all ranks are at one place."""
         return {}
+
+    def _begin_backward(self, state: Any) -> tuple[Average, float]:
+        """How the gradients of the coming backward pass count."""
+        if self.step.counts is not None:  # a closure tries again, perhaps with a smaller batch
+            weight = self.losses.weight(state, self.step.backwards)
+            self.step.counts = self.step.counts[0], weight
+        return self._prepare(state)
 
     def _prepare(self, state: Any) -> tuple[Average, float]:
         """How the gradients of the coming or the last backward pass count."""

@@ -14,7 +14,7 @@ from torchbearer_ddp.gradients.criterion_parts import parts_of
 from torchbearer_ddp.gradients.host_copy import HostCopy
 
 #: torch ignores targets of this value unless told otherwise.
-DEFAULT_IGNORED = -100
+_DEFAULT_IGNORED = -100
 #: Fewer targets are counted faster as numbers of Python.
 _FEW = 100
 _CLASS_LOSSES = tuple(
@@ -28,6 +28,12 @@ _CLASS_FUNCTIONS = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_l
 def is_class_loss(criterion: Any) -> bool:
     """True for the losses of torch that divide by the weights of the targets."""
     return isinstance(criterion, _CLASS_LOSSES) or any(criterion is f for f in _CLASS_FUNCTIONS)
+
+
+def ignored_by(criterion: Any) -> int:
+    """The target that a loss of classes ignores; a function, or None, means the usual one."""
+    found = getattr(criterion, "ignore_index", None)
+    return _DEFAULT_IGNORED if found is None else int(found)
 
 
 def class_targets(state: Any) -> torch.Tensor | None:
@@ -50,14 +56,14 @@ class TargetWeights:
     """The weight of each class in a loss, and the target that it ignores."""
 
     weight: torch.Tensor | None = None
-    ignored: int = DEFAULT_IGNORED
+    ignored: int = _DEFAULT_IGNORED
 
     @classmethod
     def of(cls, criterion: Any) -> TargetWeights:
         """Those of a criterion, or of the only loss of classes that a function uses."""
         parts = [criterion] if isinstance(criterion, _CLASS_LOSSES) else parts_of(criterion)
         found = [each for each in parts if isinstance(each, _CLASS_LOSSES)]
-        return cls(found[0].weight, found[0].ignore_index) if len(found) == 1 else cls()
+        return cls(found[0].weight, ignored_by(found[0])) if len(found) == 1 else cls()
 
     def total(self, target: torch.Tensor) -> float:
         """The sum of the weights of all targets that are not ignored."""
@@ -83,7 +89,7 @@ class TargetWeights:
         """True if a batch of such targets may count differently from its samples."""
         if target is None:
             return False
-        special = self.weight is not None or self.ignored != DEFAULT_IGNORED
+        special = self.weight is not None or self.ignored != _DEFAULT_IGNORED
         return special or target.shape != (count,)
 
 

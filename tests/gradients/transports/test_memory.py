@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+from torchbearer_ddp.gradients.transports.int8_hook import Int8State
 from torchbearer_ddp.gradients.transports.interface import Bucket
 from torchbearer_ddp.gradients.transports.memory import Memory
 
@@ -87,3 +88,23 @@ def test_an_exchange_that_did_not_end_is_undone_in_the_same_buckets():
     state.error_dict[0] = torch.ones(6)
     memory.begin(buckets, state)
     assert torch.equal(state.error_dict[0], torch.full((6,), 4.0))
+
+
+@pytest.mark.parametrize("unit", [1.0, 2.0**16])
+def test_a_hook_that_remembers_by_itself_has_the_unit_of_now_too(unit):
+    def begun(state):
+        memory = Memory()
+        memory.set_unit(2.0**10)
+        memory.begin([bucket(2, 3)], state)
+        return memory
+
+    like, saving = torch.zeros(6), Int8State()
+    memory = begun(saving)
+    saving._memory.residual("0", like).current.fill_(4.0)
+    saved = memory.state_dict()
+    reading = Int8State()
+    loading = begun(reading)
+    loading.load_state_dict(saved)
+    loading.set_unit(unit)
+    found = reading._memory.residual("0", like).current
+    assert torch.equal(found, torch.full((6,), 4.0 * unit / 2**10))

@@ -44,9 +44,9 @@ class Int8State:
         """Restores what :meth:`state_dict` returned."""
         self._memory.load_state_dict(state_dict)
 
-    def rescale(self, factor: float) -> None:
-        """Gradients are this many times as large from the next step on, by a loss scale."""
-        self._memory.rescale(factor)
+    def set_unit(self, unit: float) -> None:
+        """From the next step on gradients are this many times as large, by a loss scale."""
+        self._memory.set_unit(unit)
 
     def begin_exchange(self, share: float) -> None:
         """This rank is about to send this share of a regular step, which has fewer samples."""

@@ -6,7 +6,7 @@ It is each rank's own, fits one layout of the buckets, and is part of a checkpoi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy
 import torch
@@ -89,6 +89,14 @@ def _settled(
     return lost if before is None or abs(left) < _ROUNDING else lost.add_(before, alpha=left)
 
 
+@runtime_checkable
+class HasUnit(Protocol):
+    """The state of a hook that knows the unit of what it remembers."""
+
+    def set_unit(self, unit: float) -> None:
+        """From the next step on gradients are this many times as large as without a loss scale."""
+
+
 class Memory:
     """The residuals of all sums and the state of a hook, for one layout of the buckets."""
 
@@ -115,6 +123,8 @@ class Memory:
         if before[0] is not None and before != (layout, parameters):
             self._residuals.clear()
             renew(hook_state)
+        if isinstance(hook_state, HasUnit):
+            hook_state.set_unit(self._unit)
         self._take_loaded()
 
     def residual(self, key: str, like: torch.Tensor) -> Residual:
@@ -168,15 +178,15 @@ class Memory:
 
     def set_unit(self, unit: float) -> None:
         """From the next step on gradients are this many times as large as without a loss scale."""
-        before, self._unit = self._unit, unit
-        if unit != before:
-            self.rescale(unit / before)
-
-    def rescale(self, factor: float) -> None:
-        """Gradients are this many times as large from the next step on."""
+        factor, self._unit = unit / self._unit, unit
+        if factor == 1.0:
+            return
         for each in self._residuals.values():
             each.current.mul_(factor)
-        self._rescale_hook(factor)
+        if isinstance(self.hook_state, HasUnit):
+            self.hook_state.set_unit(unit)
+        else:
+            self._rescale_hook(factor)
 
     def _rescale_hook(self, factor: float) -> None:
         if isinstance(self.hook_state, PowerSGDState):
@@ -226,7 +236,8 @@ class Memory:
         if hook := self._loaded.pop("hook", None):
             self._undo()
             load_into(self.hook_state, hook)
-            self._rescale_hook(self._unit_of_loaded)
+            if not isinstance(self.hook_state, HasUnit):  # it has saved its unit itself
+                self._rescale_hook(self._unit_of_loaded)
         if not self._loaded["residuals"]:
             self._loaded = {}
 
