@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torchbearer import Trial
-from torchbearer.callbacks import Callback
+from torchbearer.callbacks import Callback, on_checkpoint
 
 from tests.ranks import ranks
 from torchbearer_ddp.callbacks.data import ShardData, shard
@@ -517,6 +517,28 @@ def test_a_loader_that_is_set_again_is_evaluated_as_a_whole():
         for rows in zip(*everyone(seen.evaluated), strict=True)
     ]
     assert sets == [[*range(40)]] * 6 + [[*range(24)], [*range(40)]]
+
+
+@ranks(2)
+def test_a_loader_that_is_set_again_inside_of_a_run_is_read_as_a_whole():
+    seen = Seen()
+
+    @on_checkpoint
+    def predict(state):
+        other = state[torchbearer.SELF]
+        other.with_test_generator(DataLoader(numbers(16), batch_size=2)).predict()
+        other.with_val_generator(DataLoader(numbers(40), batch_size=4)).evaluate()
+        other.train()
+
+    trial = make_trial(seen, [predict])
+    trial.with_train_generator(DataLoader(numbers(8), batch_size=2)).run(3)
+    predict.on_checkpoint(trial.state)
+    sets = [
+        sorted(itertools.chain(*itertools.chain(*rows)))
+        for rows in zip(*everyone(seen.evaluated), strict=True)
+    ]
+    assert sets.count([*range(16)]) == 4
+    assert sets.count([*range(40)]) == len(sets) - 4
 
 
 @ranks(2)

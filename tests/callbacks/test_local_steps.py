@@ -213,21 +213,24 @@ class UsesExtraAt(Callback):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 5, 6])
-@pytest.mark.parametrize("every", [3, 4])
-def test_a_checkpoint_between_two_averages_resumes_exactly(two_ranks, batch, every, tmp_path):
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_a_checkpoint_between_two_averages_resumes_exactly(
+    two_ranks, batch, epoch, every, tmp_path
+):
     def body(folder):
         def saving():
             return Checkpoint(folder, every_steps=1, background=False, monitor=None)
 
         def make(*callbacks):
-            size = 4 - 2 * collectives.rank()
+            size = 5 - 2 * collectives.rank()
             # A layer that is not touched again before the next average.
-            extra = UsesExtraAt(1, batch - 1)
+            extra = UsesExtraAt(epoch, batch - 1)
             return make_trial(every, "Adam", [extra, *callbacks], size=size)
 
         expected, trial = make()
         trial.run(3)
-        _, trial = make(saving(), KillAt(1, batch))
+        _, trial = make(saving(), KillAt(epoch, batch))
         with pytest.raises(Killed):
             trial.run(3)
         model, trial = make(saving())

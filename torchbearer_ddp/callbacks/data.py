@@ -165,11 +165,6 @@ class ShardData(OrderedCallback):
 
     def leave(self) -> None:
         """After an exception too: the next call is not inside this one."""
-        if self._outermost is not None:
-            # torchbearer takes them for the steps of the next loader that it is given.
-            trial_state = self._outermost[torchbearer.SELF].state
-            for key, total in self._totals.items():
-                trial_state[DATA_KEYS[key][1]] = total
         self._outermost = None
 
     def _is_new(self, trial_state: Any, key: Any) -> bool:
@@ -209,6 +204,8 @@ class ShardData(OrderedCallback):
             each[key] = self._entries[key]
             if key in DATA_KEYS:
                 each[DATA_KEYS[key][0]], each[DATA_KEYS[key][1]] = self._entries[key]
+        if key in self._totals:  # torchbearer takes them for those of the next loader it is given
+            trial_state[DATA_KEYS[key][1]] = self._totals[key]
 
     def _use_share(self, trial_state: Any, state: Any, key: Any) -> None:
         """Corrects the loader and steps that evaluate and predict put into the state before."""

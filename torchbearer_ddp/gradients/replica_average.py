@@ -96,6 +96,7 @@ class ReplicaAverage:
 
     def load(self, changed: Iterable[str], regular: float) -> None:
         """Takes what a run before a restart had changed, and its regular weight."""
+        self._close()  # made for another one, before the parameters of the checkpoint were there
         self._changed_before, self.regular = set(changed), regular
 
     def names_of_changed(self, state: Any) -> list[str]:
@@ -129,7 +130,7 @@ class ReplicaAverage:
         mine = {
             "changed": changed,
             "states": {name: _describe(name, each) for name, each in states.items()},
-            "weight": max(report.weight, self.regular),
+            "weight": self.regular or report.weight,
             "spare": self._spare.is_ready(group, [*self._carriers.items()]),
         }
         everyone = collectives.all_gather(mine, "what the steps of each rank have changed")
