@@ -232,3 +232,19 @@ def add_two_batches(state):
     state[torchbearer.LOSS] = summed(predicted, state[torchbearer.Y_TRUE])
     state[torchbearer.LOSS].backward()
     state[torchbearer.CALLBACK_LIST].on_backward(state)
+
+
+class Failed(RuntimeError):
+    """What a test raises, and a script catches."""
+
+
+class Fails(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Failed("no memory left")

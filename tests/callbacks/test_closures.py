@@ -12,6 +12,7 @@ from torchbearer import Trial
 from torchbearer.bases import base_closure
 
 from tests.callbacks.averaging import (
+    Fails,
     assert_close,
     assert_replicas_equal,
     batches,
@@ -163,16 +164,6 @@ def by_hand(data, criterion):
             criterion(model(x), y).backward()
         optimizer.step()
     return model
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("no memory left")
 
 
 def trying_again(closure=STANDARD):

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torchbearer import Trial
 from torchbearer.callbacks import on_sample, on_step_training
 
-from tests.callbacks.averaging import assert_replicas_equal, flat, on_two_ranks, sync
+from tests.callbacks.averaging import Failed, Fails, assert_replicas_equal, flat, on_two_ranks, sync
 from torchbearer_ddp.group import collectives
 
 RANKS = 2
@@ -35,20 +35,6 @@ OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
 }
-
-
-class Stop(Exception):
-    """Ends a run; the script catches it."""
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise Stop
 
 
 class Net(nn.Module):
@@ -163,7 +149,7 @@ class ByRanks:
     def stop_at(self, place):
         def stop(state):
             if self.run.ends == (state[torchbearer.BATCH], place):
-                raise Stop
+                raise Failed
 
         return stop
 
@@ -192,7 +178,7 @@ class ByRanks:
     def go_backward(self, state, skip):
         try:
             state[torchbearer.LOSS].backward(**state[torchbearer.BACKWARD_ARGS])
-        except Stop:
+        except Failed:
             if not skip:
                 raise
             self.optimizer.zero_grad()
@@ -214,7 +200,7 @@ def by_ranks(plan):
         freeze(ranks.model, run.frozen)
         data = [(step[ranks.mine].x, step[ranks.mine].y) for step in run.steps]
         trial.with_train_generator(data, steps=len(data))
-        with contextlib.suppress(Stop):
+        with contextlib.suppress(Failed):
             trial.run(len(trial.state[torchbearer.HISTORY]) + run.epochs)
         if run.evaluates:
             trial.with_val_generator(data, steps=len(data)).evaluate()

@@ -41,7 +41,6 @@ class ReplicaAverage:
         self._layout: list[Any] = []
         #: What the reducer averages: for each name something of the same kind, with a gradient.
         self._carriers: dict[str, torch.nn.Parameter] = {}
-        self._trained: list[Trained] = []
         self._marks = Marks()
         self._reducer: Reducer | None = None
         self._spare = Spare()
@@ -53,7 +52,7 @@ class ReplicaAverage:
     def rest(self, group: Group | None) -> None:
         """Ends a run: its buckets are kept for the next one, unless an exchange was cut short."""
         if self._reducer is not None and group is not None:
-            self._spare.keep(self._reducer, group, [*self._carriers.items()], self._trained)
+            self._spare.keep(self._reducer, group, [*self._carriers.items()], self._trained())
         self._close()
         self.regular = 0.0
 
@@ -143,14 +142,16 @@ class ReplicaAverage:
             if all(each["states"].get(name) == kind for each in everyone):
                 names.append(name)
         self._carriers = {name: self._carrier(name, tensors[name]) for name in names}
-        self._trained = [Trained(each) for each in self._carriers.values()]
         self.regular = max(each["weight"] for each in everyone) or 1.0
         weights = Weights(group.member.world_size, self.regular)
-        self._reducer = self._spare.take(self._trained)
+        self._reducer = self._spare.take(self._trained())
         if self._reducer is None:
-            self._reducer = Reducer(group, self._trained, self._options, weights, self._marks)
+            self._reducer = Reducer(group, self._trained(), self._options, weights, self._marks)
         else:
             self._reducer.reopen(weights, self._marks)
+
+    def _trained(self) -> list[Trained]:
+        return [Trained(each) for each in self._carriers.values()]
 
     def _carrier(self, name: str, tensor: torch.Tensor) -> torch.nn.Parameter:
         """The carrier of an earlier run, if it is of the same kind."""
