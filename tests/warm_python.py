@@ -18,13 +18,13 @@ import importlib.machinery
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import types
+from multiprocessing.connection import wait  # not select, which knows 1,024 descriptors
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class WarmProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end."""
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            if not wait([self._status], timeout):
                 raise subprocess.TimeoutExpired("a forked program", timeout or 0)
             word = os.read(self._status, 16)
             assert word, "the process that programs are forked from has ended"
@@ -177,7 +177,7 @@ def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     statuses: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([connection, ended], [], [])
+        ready = wait([connection, ended])
         if ended in ready:
             os.read(ended, 1024)
             _report_ends(statuses)
